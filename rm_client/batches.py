@@ -1,0 +1,64 @@
+"""A trainer's flat batch as groups, and the rewards back in the batch's order. Pure functions.
+
+Invariant: every item gets the reward of its own completion, whatever the order of the batch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rm_client.answers import Row
+from rm_client.calls import Completion, Text
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``groups`` for score_groups; item k of the flat batch is ``places[k] = (group, completion)``."""
+
+    groups: list[dict[str, Any]]
+    places: list[tuple[int, int]]
+
+    def flat(self, rows: Sequence[Row]) -> Row:
+        """Rewards per group, [[G], ...], as one list in the flat batch's order."""
+        return [rows[group][item] for group, item in self.places]
+
+
+def group_by_prompt(
+    prompts: Sequence[Text],
+    completions: Sequence[Completion],
+    *,
+    references: Sequence[Any] | None = None,
+    finished: Sequence[bool] | None = None,
+) -> Batch:
+    """Bring items with equal prompt (and reference) together, so that the server computes each prompt once.
+
+    N prompts and N completions; ``finished``: False for a completion that was cut by its length limit. Raises
+    ValueError where the lengths differ: one answer must never be spread over several completions.
+    """
+    for name, column in (("prompts", prompts), ("references", references), ("finished", finished)):
+        if column is not None and len(column) != len(completions):
+            raise ValueError(f"{len(completions)} completions, but {len(column)} {name}; one per completion is needed")
+    groups: list[dict[str, Any]] = []
+    places: list[tuple[int, int]] = []
+    known: dict[str, int] = {}
+    for k, completion in enumerate(completions):
+        prompt = plain_messages(prompts[k])
+        group: dict[str, Any] = {"prompt": prompt}
+        if references is not None and references[k] is not None:
+            group["reference"] = references[k]
+        at = known.setdefault(json.dumps(group, sort_keys=True, default=repr), len(groups))
+        if at == len(groups):
+            groups.append({**group, "completions": []})
+        content = plain_messages(completion)
+        cut = finished is not None and not finished[k]
+        groups[at]["completions"].append({"content": content, "finished": False} if cut else content)
+        places.append((at, len(groups[at]["completions"]) - 1))
+    return Batch(groups, places)
+
+
+def plain_messages(text: Any) -> Any:
+    """Messages without the empty keys that an Arrow table adds to rows of mixed shape; strings as they are."""
+    if isinstance(text, str | Mapping):
+        return text
+    return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in text]

@@ -1,0 +1,218 @@
+"""The blocking client.
+
+Invariant: a call returns checked rewards or raises one of rm_client.errors; it never takes longer than its budget.
+One RewardClient is one connection pool; it may be used from many threads. After a fork, make a new one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, read_info
+from rm_client.calls import Completion, FlatCall, GroupsCall, Text, encode, flat_call, groups_call
+from rm_client.errors import InvalidAnswerError, ResponseError, RewardClientError, response_error
+from rm_client.retry import RetryPolicy, connection_error, retry_after_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Unpack
+
+    from rm_client.calls import Message, ScoreOptions
+
+
+class RewardClient:
+    """Scores on a reward server, blocking.
+
+    ``base_url``: such as ``http://127.0.0.1:8000``; a path in it is kept as a prefix.
+    ``api_key``: sent as ``Authorization: Bearer``.
+    ``reward_id``: pin; the server refuses to score with another reward model, and every answer is checked.
+    ``timeout``: seconds for one attempt (the server answers 503 before the default passes); ``connect_timeout``:
+    seconds to connect. ``max_retries`` and ``budget_seconds`` bound the attempts and the whole call, waits included;
+    what is retried is in rm_client.retry.
+    ``max_connections``: of the pool; more calls at once wait for a free one.
+    ``transport``: an httpx transport, the seam for tests. ``sleep``, ``clock``, ``draw``: likewise for time and chance.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        reward_id: str | None = None,
+        timeout: float = 120.0,
+        connect_timeout: float = 10.0,
+        max_retries: int = 10,
+        budget_seconds: float = 600.0,
+        max_connections: int = 128,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.reward_id = reward_id
+        self._http = httpx.Client(**http_settings(base_url, api_key, max_connections), transport=transport)
+        self._retry = RetryPolicy(max_retries, budget_seconds)
+        self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._sleep, self._clock, self._draw = sleep, clock, draw
+        self._tokenizer: str | None = None
+
+    def score(
+        self,
+        prompt: Text,
+        completions: Sequence[Completion],
+        *,
+        reference: Any = None,
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """Score the answers to one prompt: one group, whose prompt is computed once.
+
+        ``prompt``: text, or messages. ``completions``: texts, messages, or ``{"content", "finished": False}`` for one
+        that was cut by its length limit. ``reference``: what the server's verifiers compare with. See ScoreOptions.
+        """
+        beside = {"prompt": prompt} if reference is None else {"prompt": prompt, "reference": reference}
+        return self._flat(flat_call("completions", completions, pin=self.reward_id, beside=beside, **options))
+
+    def score_groups(self, groups: Sequence[Mapping[str, Any]], **options: Unpack[ScoreOptions]) -> GroupsResult:
+        """Score many groups in one request: ``{"prompt", "completions"}``, and ``id``, ``reference`` if wanted."""
+        call: GroupsCall = groups_call(groups, pin=self.reward_id, **options)
+        try:
+            answer = self._post(call.payload)
+        except ResponseError as error:
+            return call.failed(error)
+        return call.read(answer)
+
+    def score_texts(self, texts: Sequence[str], **options: Unpack[ScoreOptions]) -> ScoreResult:
+        """Score whole texts, prompt and answer in one string; special tokens in them are read as such."""
+        return self._flat(flat_call("texts", texts, pin=self.reward_id, **options))
+
+    def score_conversations(
+        self, conversations: Sequence[Sequence[Message]], **options: Unpack[ScoreOptions]
+    ) -> ScoreResult:
+        """Score whole conversations, each a list of messages that ends with the answer."""
+        return self._flat(flat_call("conversations", conversations, pin=self.reward_id, **options))
+
+    def score_ids(
+        self, input_ids: Any, *, tokenizer: str | None = None, **options: Unpack[ScoreOptions]
+    ) -> ScoreResult:
+        """Score token ids (N sequences: lists, arrays or tensors).
+
+        ``tokenizer``: hash of the tokenizer that made them, so that a server with another one refuses them. Not given:
+        the hash that `/info` stated when it was first needed.
+        """
+        if tokenizer is None:
+            tokenizer = self._tokenizer = self._tokenizer or self.info().tokenizer_hash
+        beside = {} if tokenizer is None else {"tokenizer": tokenizer}
+        return self._flat(flat_call("input_ids", input_ids, pin=self.reward_id, beside=beside, **options))
+
+    def info(self) -> ServerInfo:
+        """What is being served: reward_id, tokenizer hash, limits, mean and spread of the reward."""
+        return read_info(self._request("GET", "info"))
+
+    def health(self) -> bool:
+        """Whether the server is alive. One attempt, no exception."""
+        return self._is_ok("health")
+
+    def ready(self) -> bool:
+        """Whether the server can score now. One attempt, no exception."""
+        return self._is_ok("ready")
+
+    def wait_until_ready(self, timeout_seconds: float = 300.0) -> None:
+        """Return once the server can score; raises RewardClientError when it cannot within the time."""
+        started = self._clock()
+        while not self.ready():
+            if self._clock() - started > timeout_seconds:
+                raise RewardClientError(
+                    f"{self._http.base_url}: not ready within {timeout_seconds:g} s", retryable=True
+                )
+            self._sleep(0.25)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> RewardClient:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def _flat(self, call: FlatCall) -> ScoreResult:
+        try:
+            answer = self._post(call.payload)
+        except ResponseError as error:
+            return call.failed(error)
+        return call.read(answer)
+
+    def _post(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._request("POST", "score", encode(payload))
+
+    def _is_ok(self, path: str) -> bool:
+        try:
+            return self._http.get(path, timeout=self._connect_timeout).status_code == 200
+        except httpx.RequestError:
+            return False
+
+    def _request(self, method: str, path: str, content: bytes | None = None) -> Mapping[str, Any]:
+        started, attempt = self._clock(), 0
+        while True:
+            left = self._retry.budget_seconds - (self._clock() - started)
+            limits = attempt_timeout(self._timeout, self._connect_timeout, left)
+            try:
+                response = self._http.request(method, path, content=content, timeout=limits)
+                outcome = read_response(response)
+            except httpx.RequestError as error:
+                outcome = connection_error(error, f"{self._http.base_url}{path}")
+            if not isinstance(outcome, RewardClientError):
+                return outcome
+            outcome.num_attempts = attempt + 1
+            wait = self._retry.wait_seconds(outcome, attempt, self._clock() - started, self._draw())
+            if wait is None:
+                raise outcome
+            self._sleep(wait)
+            attempt += 1
+
+
+def http_settings(base_url: str, api_key: str | None, max_connections: int) -> dict[str, Any]:
+    """What both clients give to httpx. Raises ValueError for a URL without scheme or host."""
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"base_url: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"base_url: expected http://HOST:PORT, got {base_url!r}")
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    # 4 s: below the 5 s after which uvicorn closes an idle connection, so that a request does not meet a closing one.
+    limits = httpx.Limits(
+        max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=4.0
+    )
+    return {"base_url": url, "headers": headers, "limits": limits}
+
+
+def attempt_timeout(timeout: float, connect_timeout: float, left: float) -> httpx.Timeout:
+    """Limits of one attempt, none past what is ``left`` of the budget; a call may wait that long for a connection."""
+    left = max(left, 0.001)
+    return httpx.Timeout(min(timeout, left), connect=min(connect_timeout, left), pool=left)
+
+
+def read_response(response: httpx.Response) -> Mapping[str, Any] | RewardClientError:
+    """The decoded answer, or the exception that it stands for (returned, so that the caller may retry)."""
+    try:
+        body: Any = response.json()
+    except ValueError:  # covers bytes that are no UTF-8
+        body = None
+    if response.status_code == 200 and isinstance(body, Mapping):
+        return body
+    if response.is_success:
+        return InvalidAnswerError(f"{response.url}: expected a JSON object", status=response.status_code)
+    error = response_error(response.status_code, body, text=response.text)
+    error.retry_after_seconds = retry_after_seconds(response.headers.get("Retry-After"), response.headers.get("Date"))
+    return error

@@ -1,0 +1,367 @@
+"""The self-describing checkpoint: ``reward_model.json`` beside plain peft or transformers files.
+
+Invariant: what was written is what is loaded. The hashes prove identity; the golden scores catch a changed renderer,
+pooling or library. A checkpoint appears by one rename, so a crash leaves the old one whole.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rm_core.chat import Renderer, RenderingRules, sha256_of, tokenizer_hash
+from rm_core.loading import Source, head_tensor_names
+from rm_core.weights import hash_tensors
+
+if TYPE_CHECKING:
+    from rm_core.model import RewardModel
+
+RECORD_FILE = "reward_model.json"
+SCHEMA_VERSION = 1
+_GOLDEN = Path(__file__).with_name("golden.json")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot or must not be used. One line that names what differs and what to do."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class WeightHashes(_Section):
+    """What defines the reward, part by part."""
+
+    base: str
+    """Base weights without any head."""
+    adapter: str | None
+    """Adapter tensors without the head; None for a full model."""
+    head: str
+    """The reward head's tensors."""
+    tokenizer: str
+    """``rm_core.chat.tokenizer_hash``."""
+
+
+class BaseModelName(_Section):
+    """Where the base of an adapter is found again."""
+
+    name: str
+    revision: str | None = None
+
+
+class GoldenScore(_Section):
+    """One shipped conversation with the reward that the trainer computed for it in fp32."""
+
+    name: str
+    ids_sha256: str
+    num_tokens: int
+    reward: float
+
+
+class Golden(_Section):
+    """The golden scores and how far a loaded model may be from them, per dtype, in reward units."""
+
+    tolerance: dict[str, float]
+    scores: list[GoldenScore]
+
+
+class CheckpointRecord(_Section):
+    """The content of ``reward_model.json``."""
+
+    schema_version: Literal[1] = 1
+    reward_id: str
+    """sha256 over hashes and rules: two checkpoints with one id give the same rewards."""
+    kind: Literal["adapter", "model"]
+    hashes: WeightHashes
+    base_model: BaseModelName
+    rules: RenderingRules
+    numerics: dict[str, str | None]
+    """dtype, quantisation and device of the training; not part of the reward's identity."""
+    training_length: int | None = None
+    """Longest sequence in training, in tokens; None when unknown (adopted model)."""
+    reward_mean: float = 0.0
+    """Mean of the raw reward on the evaluation split."""
+    reward_std: float = Field(default=1.0, ge=0)
+    """Standard deviation of the raw reward on the evaluation split."""
+    temperature: float = Field(default=1.0, gt=0)
+    """P(chosen better) = sigmoid(difference / temperature) is calibrated on the evaluation split."""
+    num_eval: int = 0
+    """Sequences behind mean and std."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    git_revision: str | None = None
+    created: datetime.datetime
+    golden: Golden
+
+
+class Measured(NamedTuple):
+    """What an evaluation found out about a model's rewards; goes into its record."""
+
+    reward_mean: float = 0.0
+    reward_std: float = 1.0
+    temperature: float = 1.0
+    num_eval: int = 0
+    metrics: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+def read_record(directory: Path) -> CheckpointRecord | None:
+    """Parse ``reward_model.json``; None where the folder has none (a model trained elsewhere)."""
+    path = directory / RECORD_FILE
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: is not readable JSON: {error}") from None
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path}: has schema_version {version}, this version reads up to {SCHEMA_VERSION}: upgrade"
+        )
+    try:
+        return CheckpointRecord.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def compute_hashes(
+    directory: Path, kind: Literal["adapter", "model"], base_directory: Path, tokenizer: Any
+) -> WeightHashes:
+    """Hash the parts of a reward model from its files."""
+
+    def is_head(name: str) -> bool:
+        return bool(head_tensor_names([name.removeprefix("base_model.model.")]))
+
+    def is_body(name: str) -> bool:
+        # A language model's output layer takes no part in a reward.
+        return not is_head(name) and not name.startswith("lm_head.")
+
+    return WeightHashes(
+        base=hash_tensors(base_directory, is_body),
+        adapter=hash_tensors(directory, is_body) if kind == "adapter" else None,
+        head=hash_tensors(directory, is_head),
+        tokenizer=tokenizer_hash(tokenizer),
+    )
+
+
+def reward_id_of(hashes: WeightHashes, rules: RenderingRules) -> str:
+    """The reward's identity: sha256 over its parts' hashes and the rendering rules."""
+    return sha256_of(json.dumps([hashes.model_dump(), rules.model_dump(mode="json")], sort_keys=True))
+
+
+def verify_identity(
+    record: CheckpointRecord, hashes: WeightHashes, renderer: Renderer, directory: Path, base_directory: Path
+) -> None:
+    """Raise CheckpointError naming the part (tokenizer, template, base, adapter, head) that is not what was recorded."""
+    from rm_core.chat import RenderError
+
+    recorded = record.hashes
+    if hashes.tokenizer != recorded.tokenizer:
+        raise CheckpointError(f"{directory}: the tokenizer is not the one this checkpoint was trained with")
+    try:
+        renderer.check_rules()
+    except RenderError as error:
+        what = "the chat template is another one" if error.field == "chat_template" else "a rendering rule changed"
+        raise CheckpointError(f"{directory}: {what}: {error}") from None
+    for part, where in (("base", base_directory), ("adapter", directory), ("head", directory)):
+        if getattr(hashes, part) != getattr(recorded, part):
+            name = "the reward head" if part == "head" else f"the {part} weights"
+            raise CheckpointError(f"{where}: {name} changed since this checkpoint was written (hash differs)")
+    if reward_id_of(hashes, record.rules) != record.reward_id:
+        raise CheckpointError(
+            f"{directory / RECORD_FILE}: rules or reward_id were edited: the reward_id does not fit them"
+        )
+
+
+def verify_golden(record: CheckpointRecord, model: "RewardModel", directory: Path) -> None:
+    """Recompute the golden scores and raise CheckpointError where ids or rewards drifted."""
+    tolerance = record.golden.tolerance.get(model.dtype)
+    conversations = dict(golden_ids(model.renderer, model.max_length))
+    # A later version may drop a conversation; the others still guard.
+    scores = [expected for expected in record.golden.scores if expected.name in conversations]
+    for expected in scores:
+        ids = conversations[expected.name]
+        if _hash_ids(ids) != expected.ids_sha256:
+            raise CheckpointError(
+                f"{directory}: golden conversation {expected.name!r} gives {len(ids)} other token ids than the "
+                f"{expected.num_tokens} recorded: renderer, tokenizer or template changed"
+            )
+    rewards = model.score_ids([conversations[expected.name] for expected in scores])
+    for expected, reward in zip(scores, map(float, rewards), strict=True):
+        if tolerance is not None and not abs(reward - expected.reward) <= tolerance:
+            raise CheckpointError(
+                f"{directory}: golden conversation {expected.name!r} scores {reward:.6g} instead of {expected.reward:.6g} "
+                f"(allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or the weights changed"
+            )
+
+
+def golden_ids(renderer: Renderer, max_length: int) -> list[tuple[str, list[int]]]:
+    """The shipped conversations that fit the context, as ids; for a model without a chat template, as plain text."""
+    rendered = []
+    for entry in json.loads(_GOLDEN.read_text(encoding="utf-8")):
+        messages = entry["messages"]
+        if renderer.rules.chat_template is None:
+            ids = renderer.render_text("\n".join(message["content"] for message in messages), text_as="raw")
+        else:
+            ids = renderer.render_conversation(messages)
+        if len(ids) <= max_length:
+            rendered.append((entry["name"], ids))
+    return rendered
+
+
+def write_checkpoint(
+    model: "RewardModel",
+    directory: Path,
+    *,
+    training_length: int | None,
+    measure: Callable[["RewardModel"], Measured] = lambda model: Measured(),
+    data: dict[str, Any] | None = None,
+) -> CheckpointRecord:
+    """Write weights, tokenizer and record under a temporary name, then rename.
+
+    ``measure`` and the golden scores see the files just written, loaded again in fp32, so both vouch for what a server
+    will load.
+    """
+    from rm_core.model import RewardModel
+
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        model.save_weights(staging)
+        staging.chmod(0o755)
+        reloaded = RewardModel.load(
+            str(staging), dtype="float32", verify=False, base=model.base, rules=model.renderer.rules
+        )
+        record = describe(
+            reloaded,
+            measure(reloaded),
+            base=model.base,
+            trained_in={"dtype": model.dtype, "quantization": None, "device": model.device.type},
+            training_length=training_length,
+            data=data or {},
+        )
+        write_record(record, staging)
+        replace_directory(staging, directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return record
+
+
+def describe(
+    reloaded: "RewardModel",
+    measured: Measured,
+    *,
+    base: Source,
+    trained_in: dict[str, str | None],
+    training_length: int | None,
+    data: dict[str, Any],
+) -> CheckpointRecord:
+    """The record of a model that was loaded in fp32 from its files. Leaves the model in bf16: do not use it further."""
+    rules = reloaded.renderer.rules
+    return CheckpointRecord(
+        reward_id=reward_id_of(reloaded.hashes, rules),
+        kind=reloaded.kind,
+        hashes=reloaded.hashes,
+        base_model=BaseModelName(name=base.name, revision=base.revision),
+        rules=rules,
+        numerics=trained_in,
+        training_length=training_length,
+        reward_mean=measured.reward_mean,
+        reward_std=measured.reward_std,
+        temperature=measured.temperature,
+        num_eval=measured.num_eval,
+        data=data,
+        metrics=measured.metrics,
+        versions=library_versions(),
+        git_revision=_git_revision(),
+        created=datetime.datetime.now(datetime.timezone.utc),
+        golden=_measure_golden(reloaded, measured.reward_std),
+    )
+
+
+def write_record(record: CheckpointRecord, directory: Path) -> None:
+    """Write ``reward_model.json`` through a temporary file and a rename."""
+    path = directory / RECORD_FILE
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(record.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def replace_directory(staging: Path, directory: Path) -> None:
+    """Put ``staging`` in the place of ``directory``: at every moment one of the two is whole on the disk."""
+    for path in staging.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    if directory.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+        directory.rename(old / directory.name)
+        try:
+            staging.rename(directory)
+        except OSError:
+            (old / directory.name).rename(directory)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        staging.rename(directory)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what decides a score."""
+    names = ("betterthan", "torch", "transformers", "peft", "tokenizers", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _measure_golden(reloaded: "RewardModel", reward_std: float) -> Golden:
+    """fp32 golden scores of a model loaded in fp32, and the tolerance per dtype."""
+    conversations = golden_ids(reloaded.renderer, reloaded.max_length)
+    exact = _score_each(reloaded, [ids for _, ids in conversations])
+    # Other machines and library versions sum in another order; ten times the bound between batches covers that.
+    tolerance = {"float32": 1e-3 * max(reward_std, 1.0)}
+    if reloaded.network.is_decoder:
+        reloaded.to_dtype("bfloat16")
+        rounded = _score_each(reloaded, [ids for _, ids in conversations])
+        # bf16 error is a property of model and text; four times the worst seen leaves room for other kernels.
+        tolerance["bfloat16"] = max(4 * float(np.abs(rounded - exact).max()), 0.02 * max(reward_std, 1.0))
+    scores = [
+        GoldenScore(name=name, ids_sha256=_hash_ids(ids), num_tokens=len(ids), reward=float(reward))
+        for (name, ids), reward in zip(conversations, exact, strict=True)
+    ]
+    return Golden(tolerance=tolerance, scores=scores)
+
+
+def _score_each(model: "RewardModel", sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.concatenate([model.score_ids([ids]) for ids in sequences])
+
+
+def _hash_ids(ids: Sequence[int]) -> str:
+    return sha256_of(np.asarray(ids, dtype="<i8").tobytes())
+
+
+def _git_revision() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,253 @@
+"""Build the network from folders: a base to train on, a full sequence classifier, or a base with a peft adapter.
+
+Invariant: nothing that is served has a weight that was missing from its files or freshly initialised.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from rm_core.network import RewardNetwork, UnsupportedModelError
+from rm_core.smollm2 import resolve_model_name
+from rm_core.weights import WeightsError, read_tensor, tensor_names, weight_files
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+class LoadError(ValueError):
+    """A model that cannot be loaded, or must not be served. One line that says what to do."""
+
+
+class Source(NamedTuple):
+    """A model folder on this disk, the name it was asked for by, and its hub revision where it came from a hub."""
+
+    name: str
+    directory: Path
+    revision: str | None
+
+
+def locate(name: str, revision: str | None = None) -> Source:
+    """Find a model folder: a local directory, the bundled model's name, or a hub id (downloaded, or from its cache)."""
+    resolved = resolve_model_name(name)
+    directory = Path(resolved)
+    if directory.is_dir():
+        return Source(name, directory, None)
+    if directory.exists() or resolved.startswith((".", "/", "~")) or resolved.count("/") != 1:
+        raise LoadError(f"{name}: no such folder (and not a hub id of the form owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(resolved, revision=revision, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError:
+        raise LoadError(f"{name}: no such folder, and the model hub cannot be reached and has no cached copy") from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise LoadError(f"{name}: no such folder, and not on the model hub: {_first_line(error)}") from None
+    return Source(name, path, path.name)
+
+
+def kind_of(source: Source) -> Literal["adapter", "model"]:
+    """Whether the folder holds a peft adapter or a full model; LoadError where it holds neither."""
+    if (source.directory / "adapter_config.json").is_file():
+        return "adapter"
+    if (source.directory / "config.json").is_file():
+        return "model"
+    raise LoadError(f"{source.name}: the folder has neither config.json nor adapter_config.json, so it holds no model")
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The folder's tokenizer; a missing one is an error, never a guess."""
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise LoadError(f"{directory} has no tokenizer (tokenizer.json)")
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # any reader of a broken tokenizer file may raise anything; it is translated, not hidden
+        raise LoadError(f"{directory}: the tokenizer cannot be read: {_first_line(error)}") from error
+
+
+def load_model(source: Source, dtype: torch.dtype) -> RewardNetwork:
+    """A full one-label sequence classifier, complete in its files, with its head in the precision it was stored in."""
+    config = _config(source)
+    architectures = getattr(config, "architectures", None) or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise LoadError(
+            f"{source.name}: is {', '.join(architectures) or 'of unknown architecture'}, which has no reward head; "
+            "train one on it with `rm-train fit`"
+        )
+    if config.num_labels != 1:
+        raise LoadError(f"{source.name}: has {config.num_labels} labels; a reward model has exactly one")
+    classifier, missing = _from_pretrained(source, dtype)
+    _refuse_missing(source, missing, "it would be random")
+    network = RewardNetwork(classifier)
+    if network.is_decoder:
+        _restore_fp32_head(network, source.directory)
+    elif dtype != torch.float32:
+        # Encoders are computed in fp32 as a whole: read the weights again, unrounded.
+        return load_model(source, torch.float32)
+    return network
+
+
+def load_adapter(source: Source, base: Source) -> RewardNetwork:
+    """A base with a peft adapter merged into it in fp32. The adapter file must hold every weight that it trained."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    stored = tensor_names(source.directory)
+    classifier, fresh = _from_pretrained(base, torch.float32)
+    _refuse_missing(
+        source, {name for name in fresh if not _stored_by_adapter(name, stored)}, "neither in base nor adapter"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns about what is checked, and refused, below
+        try:
+            model = PeftModel.from_pretrained(classifier, str(source.directory))
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise LoadError(f"{source.name}: the adapter does not fit {base.name}: {_first_line(error)}") from error
+    expected = set(get_peft_model_state_dict(model))
+    _refuse_missing(source, expected - stored, "the adapter's config asks for it")
+    if unknown := sorted(stored - expected):
+        raise LoadError(f"{source.name}: tensor {unknown[0]!r} has no place in the model (of {len(unknown)} such)")
+    return RewardNetwork(model.merge_and_unload(safe_merge=True))
+
+
+def build_for_training(
+    base: Source,
+    *,
+    lora: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    seed: int,
+    head_init_scale: float,
+) -> RewardNetwork:
+    """A base with a new head, and LoRA (options of ``peft.LoraConfig``) or all weights trainable.
+
+    New layers start normal with std ``head_init_scale`` / sqrt(H): small, so that the first loss is ln 2. Full
+    fine-tuning keeps fp32 weights.
+    """
+    classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32)
+    classifier.config.pad_token_id = classifier.config.pad_token_id or 0
+    generator = torch.Generator().manual_seed(seed)
+    modules = sorted({name.rpartition(".")[0] for name in fresh})
+    for name in modules:
+        module = classifier.get_submodule(name)
+        for parameter in module.parameters(recurse=False):
+            with torch.no_grad():
+                if parameter.dim() < 2:
+                    parameter.zero_()
+                else:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(noise * head_init_scale / parameter.shape[-1] ** 0.5)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed)
+        options = LoraConfig(task_type="SEQ_CLS", modules_to_save=_head_modules(classifier, modules), **lora)
+        with warnings.catch_warnings():
+            # peft 0.21 reads an attribute that transformers 5.24 renamed
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            classifier = get_peft_model(classifier, options)
+    return RewardNetwork(classifier)
+
+
+def adapter_base(source: Source) -> str:
+    """The base model that an adapter folder names."""
+    config = json.loads((source.directory / "adapter_config.json").read_text())
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise LoadError(f"{source.name}: adapter_config.json names no base model (base_model_name_or_path)")
+    return str(name)
+
+
+def head_tensor_names(names: Iterable[str]) -> set[str]:
+    """Which stored tensors are the reward head: `score`, `classifier`, pooler or head layers."""
+    tops = {"score", "classifier", "pooler", "head"}
+    return {name for name in names if tops & set(name.split(".")[:4])}
+
+
+def _head_modules(classifier: Any, fresh: list[str]) -> list[str]:
+    own = [name for name, _ in classifier.named_children() if name != classifier.base_model_prefix]
+    parts = {name.split(".")[0] for name in fresh} | set(own)
+    # peft adds these two itself for SEQ_CLS; layers without weights (dropout) have nothing to train or save.
+    return sorted(
+        name
+        for name in parts - {"score", "classifier"}
+        if any(True for _ in classifier.get_submodule(name).parameters())
+    )
+
+
+def _config(source: Source) -> Any:
+    try:
+        return AutoConfig.from_pretrained(source.directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise LoadError(f"{source.name}: config.json cannot be read: {_first_line(error)}") from error
+
+
+def _from_pretrained(source: Source, dtype: torch.dtype) -> tuple[Any, set[str]]:
+    """The classifier and the names of its weights that were in no file."""
+    weight_files(source.directory)
+    config = _config(source)
+    config.num_labels = 1
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns about a fresh head, which the caller either refuses or initialises
+    bar = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    logging.disable_progress_bar()
+    try:
+        classifier, info = AutoModelForSequenceClassification.from_pretrained(
+            source.directory, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise LoadError(f"{source.name}: cannot be loaded as a sequence classifier: {_first_line(error)}") from error
+    finally:
+        logging.set_verbosity(level)
+        if bar is None:
+            logging.enable_progress_bar()
+    mismatched = {str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get("mismatched_keys", ())}
+    return classifier, set(info["missing_keys"]) | mismatched
+
+
+def _stored_by_adapter(name: str, stored: set[str]) -> bool:
+    return any(other.endswith(name) for other in stored)
+
+
+def _refuse_missing(source: Source, missing: set[str], why: str) -> None:
+    if missing:
+        first = sorted(missing, key=lambda name: (not head_tensor_names([name]), name))[0]
+        what = "the reward head is" if head_tensor_names([first]) else "weights are"
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise LoadError(f"{source.name}: {what} missing: {first!r}{more} is in no file; {why}")
+
+
+def _restore_fp32_head(network: RewardNetwork, directory: Path) -> None:
+    """from_pretrained rounds the head to the model's dtype; put back what the file holds."""
+    for name, parameter in network.head.named_parameters():
+        stored = read_tensor(directory, f"score.{name}")
+        if stored is not None:
+            with torch.no_grad():
+                parameter.copy_(stored)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+__all__ = [
+    "LoadError",
+    "Source",
+    "UnsupportedModelError",
+    "WeightsError",
+    "adapter_base",
+    "build_for_training",
+    "head_tensor_names",
+    "kind_of",
+    "load_adapter",
+    "load_model",
+    "load_tokenizer",
+    "locate",
+]

@@ -1,0 +1,219 @@
+"""``RewardModel``: a network, its tokenizer and renderer, and the record that says what they are.
+
+Invariant: everything that scores (trainer's evaluation, server, command line) goes through ``score_ids``.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rm_core.chat import Renderer, RenderingRules
+from rm_core.checkpoint import (
+    CheckpointError,
+    CheckpointRecord,
+    WeightHashes,
+    compute_hashes,
+    read_record,
+    reward_id_of,
+    verify_golden,
+    verify_identity,
+)
+from rm_core.hardware import Compute, DtypeName, choose_compute
+from rm_core.loading import (
+    LoadError,
+    Source,
+    adapter_base,
+    build_for_training,
+    kind_of,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    locate,
+)
+from rm_core.network import RewardNetwork, UnsupportedModelError
+from rm_core.smollm2 import BundledModelError
+from rm_core.weights import WeightsError
+
+
+class RewardModel:
+    """A reward model ready to score or to train. Build it with ``load`` or ``for_training``."""
+
+    def __init__(
+        self,
+        network: RewardNetwork,
+        renderer: Renderer,
+        compute: Compute,
+        *,
+        name: str,
+        kind: Literal["adapter", "model"],
+        base: Source,
+        hashes: WeightHashes | None = None,
+        record: CheckpointRecord | None = None,
+    ) -> None:
+        self.network = network
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.compute = compute
+        self.name = name
+        self.kind = kind
+        self.base = base
+        self.record = record
+        self._hashes = hashes
+        config = network.base.config.get_text_config()
+        limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
+        # tokenizers without a limit say 10^30
+        self.max_length = min((int(limit) for limit in limits if limit and limit < 1e9), default=2**20)
+        self.vocab_size = int(config.vocab_size)
+
+    # ------------------------------------------------------------------ building
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: DtypeName = "auto",
+        device: str = "auto",
+        verify: bool = True,
+        base: Source | str | None = None,
+        rules: RenderingRules | None = None,
+    ) -> "RewardModel":
+        """Load a checkpoint of ours, a one-label sequence classifier, or a plain peft adapter; local or from a hub.
+
+        ``base`` overrides where an adapter's base is found. A model that was trained elsewhere is read with
+        ``end: template`` unless ``rules`` say otherwise. Raises CheckpointError, in one line, for everything that is
+        missing, changed, freshly initialised or not a reward model; ``verify=False`` skips hashes and golden scores.
+        """
+        try:
+            return cls._load(path, choose_compute(dtype, device), verify, base, rules)
+        except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
+            raise CheckpointError(str(error)) from error
+
+    @classmethod
+    def _load(
+        cls, path: str, compute: Compute, verify: bool, base: Source | str | None, rules: RenderingRules | None
+    ) -> "RewardModel":
+        source = locate(path)
+        kind = kind_of(source)
+        record = read_record(source.directory)
+        if kind == "model":
+            origin = source
+        elif isinstance(base, Source):
+            origin = base
+        elif base is not None or record is None:
+            origin = locate(base or adapter_base(source))
+        else:
+            origin = locate(record.base_model.name, record.base_model.revision)
+        tokenizer = load_tokenizer(source.directory if _has_tokenizer(source.directory) else origin.directory)
+        rules = rules or (record.rules if record else None)
+        renderer = Renderer(tokenizer, rules) if rules else Renderer.for_tokenizer(tokenizer, end="template")
+        hashes = compute_hashes(source.directory, kind, origin.directory, tokenizer)
+        if record and verify:
+            verify_identity(record, hashes, renderer, source.directory, origin.directory)
+        network = load_model(source, compute.dtype) if kind == "model" else load_adapter(source, origin)
+        model = cls(network, renderer, compute, name=path, kind=kind, base=origin, hashes=hashes, record=record)
+        model.to_dtype(compute.dtype_name)
+        network.to(compute.device)
+        network.eval().requires_grad_(False)
+        if record and verify:
+            verify_golden(record, model, source.directory)
+        return model
+
+    @classmethod
+    def for_training(
+        cls,
+        base: str,
+        *,
+        lora: Mapping[str, Any] | None,
+        seed: int,
+        revision: str | None = None,
+        head_init_scale: float = 0.01,
+        dtype: DtypeName = "auto",
+        device: str = "auto",
+        text_as: Literal["raw", "chat"] = "raw",
+        end: Literal["token", "template"] = "token",
+    ) -> "RewardModel":
+        """A base model with a new head; ``lora`` are options of ``peft.LoraConfig``, None trains every weight."""
+        try:
+            compute = choose_compute(dtype, device)
+            source = locate(base, revision)
+            renderer = Renderer.for_tokenizer(load_tokenizer(source.directory), text_as=text_as, end=end)
+            network = build_for_training(
+                source, lora=lora, dtype=compute.dtype, seed=seed, head_init_scale=head_init_scale
+            )
+        except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
+            raise CheckpointError(str(error)) from error
+        network.to(compute.device)
+        kind: Literal["adapter", "model"] = "model" if lora is None else "adapter"
+        return cls(network, renderer, compute, name=base, kind=kind, base=source)
+
+    def save_weights(self, directory: Path) -> None:
+        """Write weights and tokenizer as plain peft or transformers would (safetensors), without our record."""
+        self.network.classifier.save_pretrained(str(directory), safe_serialization=True)
+        self.tokenizer.save_pretrained(str(directory))
+        (directory / "README.md").unlink(missing_ok=True)  # peft's model card is a form with empty fields
+
+    def to_dtype(self, dtype: str) -> None:
+        """Compute the backbone in this dtype from now on; the head stays fp32, and so do encoders as a whole."""
+        target = getattr(torch, dtype) if self.network.is_decoder else torch.float32
+        if self.network.is_decoder:
+            self.network.backbone.to(target)
+        self.network.fp32_head()
+        if target != self.compute.dtype:
+            reason = (
+                self.compute.reason if self.network.is_decoder else "float32: encoders are computed in it as a whole"
+            )
+            self.compute = Compute(self.compute.device, target, reason)
+
+    # ------------------------------------------------------------------ scoring
+
+    def score_ids(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """Rewards, float32 [N], of N id sequences in one forward; the caller bounds the tokens.
+
+        Raises ValueError for an empty sequence. NaN or infinity is returned as such: the caller decides.
+        """
+        if not sequences:
+            return np.zeros(0, dtype=np.float32)
+        if not all(len(ids) for ids in sequences):
+            raise ValueError("an empty sequence has no reward")
+        with torch.inference_mode():
+            rewards: np.ndarray = self.network(sequences).float().cpu().numpy()
+        return rewards
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def dtype(self) -> str:
+        return self.compute.dtype_name
+
+    @property
+    def dtype_reason(self) -> str:
+        return self.compute.reason
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    @property
+    def hashes(self) -> WeightHashes:
+        assert self._hashes is not None, "this is a bug: a model in training has no hashes yet"
+        return self._hashes
+
+    @property
+    def reward_id(self) -> str:
+        """Identity of the reward; equal in every process that loads the same files."""
+        return self.record.reward_id if self.record else reward_id_of(self.hashes, self.renderer.rules)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.hashes.tokenizer
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file() or (directory / "tokenizer_config.json").is_file()
+
+
+__all__ = ["CheckpointError", "RewardModel"]

@@ -1,0 +1,166 @@
+"""The FastAPI application: routes, their documentation, and nothing that scores.
+
+Invariant: every route is a thin translation to one call of ``ScoringService``.
+"""
+
+import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypedDict
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from rm_server.answer import build_answer
+from rm_server.edge import (
+    BodyReader,
+    ClientLeftError,
+    ErrorBoundary,
+    decode_json,
+    error_response,
+    json_response,
+    translate_http_exception,
+    until_client_leaves,
+)
+from rm_server.errors import RewardIdMismatchError, ServerError, TokenizerMismatchError
+from rm_server.info import describe
+from rm_server.inputs import TokenizeOptions, list_inputs
+from rm_server.schema import ErrorResponse, ScoreRequest, ScoreResponse, parse_score_request
+from rm_server.scorer import ServedModel
+from rm_server.service import ScoringService
+from rm_server.settings import ServerSettings
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "Not JSON, or not UTF-8"},
+    409: {"model": ErrorResponse, "description": "Another reward model or tokenizer than the pinned one"},
+    413: {"model": ErrorResponse, "description": "Can never fit"},
+    422: {"model": ErrorResponse, "description": "A field is wrong; the message names it"},
+    500: {"model": ErrorResponse, "description": "The server failed"},
+    503: {"model": ErrorResponse, "description": "Overloaded, loading or shutting down; see Retry-After"},
+    504: {"model": ErrorResponse, "description": "Not scored before the deadline"},
+}
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: _REFUSALS[503]}
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ScoreRequest"}}},
+    }
+}
+
+
+class AppState(TypedDict):
+    """What the lifespan hands to requests (``request.state``)."""
+
+    service: ScoringService
+
+
+def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
+    """Build the application around a service. Its lifespan stops the service; whoever made the service starts it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[AppState]:
+        yield {"service": service}
+        await service.stop()
+
+    app = FastAPI(
+        title="betterthan reward server",
+        version=importlib.metadata.version("betterthan"),
+        summary="Scores answers with a frozen reward model",
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    bodies = BodyReader(settings.max_body_bytes, settings.max_waiting_bytes)
+    app.add_middleware(ErrorBoundary)
+
+    @app.exception_handler(ServerError)
+    async def refuse(request: Request, error: ServerError) -> Response:
+        service.metrics.requests_refused.labels(reason=error.type).inc()
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        translated, headers = translate_http_exception(error, request)
+        return json_response(translated.body(), error.status_code, headers)
+
+    @app.exception_handler(ClientLeftError)
+    async def nobody_there(request: Request, error: ClientLeftError) -> Response:
+        return Response(status_code=499)
+
+    @app.post("/score", response_model=ScoreResponse, responses=_REFUSALS, openapi_extra=_BODY)
+    @app.post("/v1/score", response_model=ScoreResponse, responses=_REFUSALS, openapi_extra=_BODY)
+    async def score(request: Request) -> Response:
+        """Score answers: exactly one of `prompt` + `completions`, `groups`, `texts`, `conversations`, `input_ids`."""
+        arrival = service.clock()
+        body = await bodies.read(request)
+        try:
+            answer = await until_client_leaves(
+                request, _score(service, parse_score_request(decode_json(body)), arrival)
+            )
+        finally:
+            bodies.release(body)
+        service.metrics.request_seconds.observe(service.clock() - arrival)
+        return json_response(answer)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process lives and its event loop turns. Says nothing about the model: see `/ready`."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=_NOT_READY)
+    async def ready() -> dict[str, str]:
+        """A real forward succeeded lately, and requests are taken."""
+        if (error := service.why_not_ready()) is not None:
+            raise error
+        return {"status": "ready"}
+
+    @app.get("/info", responses=_NOT_READY)
+    async def info() -> dict[str, Any]:
+        """What is served: identity, rendering rules, numerics, limits, versions."""
+        return describe(service, _loaded(service))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        service.update_gauges()
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _score(service: ScoringService, request: ScoreRequest, arrival: float) -> dict[str, Any]:
+    model = _loaded(service)
+    if request.reward_id is not None and request.reward_id != model.reward_id:
+        raise RewardIdMismatchError(
+            f"reward_id: this server scores with {model.reward_id}, which is not the pinned one"
+        )
+    if request.tokenizer is not None and request.tokenizer != model.tokenizer_hash:
+        raise TokenizerMismatchError(
+            f"tokenizer: this server's is {model.tokenizer_hash}; its token ids mean something else"
+        )
+    deadline_ms = request.deadline_ms or service.settings.default_deadline_ms
+    options = TokenizeOptions(service.max_length, request.truncation, request.text_as)
+    scored = await service.score(list_inputs(request), options, arrival + deadline_ms / 1000)
+    return build_answer(request, scored, model, service.clock() - arrival)
+
+
+def _loaded(service: ScoringService) -> ServedModel:
+    error = service.why_not_serving()
+    if error is not None:
+        raise error
+    assert service.model is not None, "this is a bug: serving without a model"
+    return service.model
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The schema, with the request body that ``score`` parses itself."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        body = ScoreRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas = schema["components"]["schemas"]
+        schemas.update(body.pop("$defs"))
+        schemas["ScoreRequest"] = body
+        app.openapi_schema = schema
+    return app.openapi_schema

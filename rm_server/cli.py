@@ -1,0 +1,214 @@
+"""``rm-server CHECKPOINT``: read the settings, open the socket, load the model, serve until SIGTERM.
+
+The socket opens before the model is loaded: `/health` answers at once, everything else says 503 ``loading``. The last
+start-up line on stdout is ``rm-server ready on http://HOST:PORT``, printed when the first real forward has succeeded.
+
+Invariant: what the user got wrong is one line on stderr and exit 2, never a traceback. SIGTERM ends with exit 0.
+"""
+
+import asyncio
+import gc
+import importlib.metadata
+import logging
+import logging.config
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, get_args
+
+import click
+import uvicorn
+
+from rm_server.app import create_app
+from rm_server.scorer import ServedModel
+from rm_server.service import ScoringService
+from rm_server.settings import ServerSettings, SettingsError, env_of, flag_of, load_settings
+
+logger = logging.getLogger("rm_server")
+
+EXIT_USER_ERROR = 2
+EXIT_STALLED = 70
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the command."""
+    try:
+        given = _command().main(args=argv, prog_name="rm-server", standalone_mode=False)
+        if not isinstance(given, dict):  # --help and --version have printed
+            return
+        settings = load_settings(given["flags"], os.environ, given["config"])
+        listener = _listen(settings.host, settings.port)
+    except click.ClickException as error:
+        _die(error.format_message())
+    except SettingsError as error:
+        _die(str(error))
+    # uvicorn raises the signal again after its own clean shutdown; that must not kill the process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    code, is_busy = asyncio.run(_serve(settings, listener))
+    if is_busy:
+        # A load or a forward that nobody waits for: its thread would keep the interpreter from ending.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def load_model(settings: ServerSettings) -> ServedModel:
+    """Load the checkpoint. Runs on the worker thread, where torch's thread count belongs too."""
+    import torch
+
+    from rm_core.model import RewardModel
+
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    model = RewardModel.load(settings.checkpoint, dtype=settings.dtype, device=settings.device)
+    logger.info(
+        "loaded %s: %s on %s (%s), %d CPU threads, %d tokens a batch, sequences up to %d tokens",
+        model.reward_id,
+        model.dtype,
+        model.device,
+        model.dtype_reason,
+        torch.get_num_threads(),
+        settings.max_batch_tokens,
+        settings.max_length or model.max_length,
+    )
+    return model
+
+
+async def _serve(settings: ServerSettings, listener: socket.socket) -> tuple[int, bool]:
+    """Returns the exit code, and whether the worker thread is still busy."""
+    host, port = listener.getsockname()[:2]
+    service = ScoringService(settings)
+    if settings.exit_on_stall:
+        service.exit_on_stall = lambda: os._exit(EXIT_STALLED)
+    logging.config.dictConfig(_log_config(settings))
+    server = _Server(
+        uvicorn.Config(
+            create_app(service, settings),
+            log_config=None,
+            access_log=settings.access_log,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.grace_seconds) + 5,
+        ),
+        service,
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(service.start(lambda: load_model(settings)))
+    await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+    code, is_busy, complaint = 0, not starting.done(), ""
+    if is_busy:
+        starting.cancel()
+    elif (error := starting.exception()) is not None:
+        server.should_exit = True
+        # ValueError is how a checkpoint, a setting or a device that cannot be used is reported.
+        code = EXIT_USER_ERROR if isinstance(error, ValueError | OSError) else 1
+        lines = str(error).splitlines() or [type(error).__name__]
+        complaint = lines[0] if code == EXIT_USER_ERROR else f"the model cannot be started: {lines[0]}"
+    elif not server.should_exit:
+        gc.collect()
+        gc.freeze()  # what was loaded stays for good: the collector need not visit it again
+        print(f"rm-server ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    await serving
+    if complaint:
+        _complain(complaint)
+    return code, is_busy or service.forward_seconds_so_far > 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which tells the engine when the process is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, service: ScoringService) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            logger.info("shutting down: finishing %d requests", self._service.num_open)
+            self._drain = self._loop.create_task(self._service.drain(self._service.settings.grace_seconds))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything is loaded, so that a port in use is known at once."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    listener.set_inheritable(False)
+    return listener
+
+
+def _command() -> click.Command:
+    """The command line, one option for each setting."""
+    params: list[click.Parameter] = [click.Argument(["checkpoint"], required=False)]
+    for name, field in ServerSettings.model_fields.items():
+        if name == "checkpoint":
+            continue
+        default = "model's context" if name == "max_length" else field.default
+        text = f"{' '.join((field.description or '').split())} [{env_of(name)}; default: {default}]"
+        if field.annotation is bool:
+            switch = f"{flag_of(name)}/--no-{flag_of(name)[2:]}"
+            params.append(click.Option([switch], default=None, help=text))
+        else:
+            params.append(click.Option([flag_of(name)], metavar=_metavar(field.annotation), help=text))
+    params.append(click.Option(["--config"], metavar="FILE", help=f"YAML file of settings [{env_of('config')}]"))
+
+    def collect(config: str | None, **flags: Any) -> dict[str, Any]:
+        return {"config": config, "flags": {name: value for name, value in flags.items() if value is not None}}
+
+    command = click.Command(
+        "rm-server",
+        params=params,
+        callback=collect,
+        help="Serve a frozen reward model. A setting is a flag, an environment variable, or a key of --config FILE; "
+        "the flag wins, then the variable, then the file.",
+    )
+    return click.version_option(importlib.metadata.version("betterthan"), prog_name="rm-server")(command)
+
+
+def _metavar(annotation: Any) -> str:
+    kinds = get_args(annotation) or (annotation,)
+    if all(isinstance(kind, str) for kind in kinds):
+        return "|".join(kinds)
+    return {int: "INTEGER", float: "NUMBER"}.get(kinds[0], "TEXT")
+
+
+def _log_config(settings: ServerSettings) -> dict[str, Any]:
+    level = settings.log_level.upper()
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
+        "loggers": {
+            "rm_server": {"handlers": ["stderr"], "level": level, "propagate": False},
+            "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+            "uvicorn.access": {"level": "INFO" if settings.access_log else "WARNING"},
+        },
+    }
+
+
+def _complain(message: str) -> None:
+    print(f"rm-server: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _die(message: str) -> Any:
+    _complain(message)
+    sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

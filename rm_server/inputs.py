@@ -1,0 +1,182 @@
+"""From what a caller sent to token ids: a flat list of inputs, then one sequence for each. Runs off the event loop.
+
+Invariant: ids come from the one renderer (or from the caller), and an input that cannot be scored becomes an error of
+its own that names it as the caller knows it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rm_server.errors import InternalError, InvalidRequestError, ServerError, TooLongError, describe_exception
+from rm_server.groups import key_of
+from rm_server.schema import Completion, Group, Message, ScoreRequest
+from rm_server.scorer import ServedModel
+
+MAX_CHARACTERS_PER_TOKEN = 64
+"""A text with more characters than this for every allowed token is refused without tokenising it."""
+_MAX_MESSAGE = 300
+
+Text = str | list[Message]
+
+
+@dataclass(frozen=True)
+class ItemInput:
+    """One thing to score. ``path`` and ``prompt_path`` are how the caller knows it, such as ``groups[0].prompt``."""
+
+    path: str
+    completion: Text | None = None
+    prompt: Text | None = None
+    prompt_path: str = ""
+    ids: list[int] | None = None
+    finished: bool = True
+    is_templated: bool = False
+    """A policy's own text, written with the chat template."""
+
+    @property
+    def size(self) -> int:
+        """Characters, or tokens where ids were sent."""
+        if self.ids is not None:
+            return len(self.ids)
+        return _size(self.prompt) + _size(self.completion)
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What a request says about turning its inputs into sequences."""
+
+    max_length: int
+    truncation: Literal["error", "left"] = "error"
+    text_as: Literal["raw", "chat"] | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids ready to score."""
+
+    key: bytes
+    is_truncated: bool = False
+
+
+def list_inputs(request: ScoreRequest) -> list[ItemInput]:
+    """All items of a request in order, whichever form they came in."""
+    if request.groups is not None:
+        return [
+            item for number, group in enumerate(request.groups) for item in _group_inputs(group, f"groups[{number}].")
+        ]
+    if request.texts is not None:
+        return [ItemInput(f"texts[{i}]", text) for i, text in enumerate(request.texts)]
+    if request.conversations is not None:
+        return [ItemInput(f"conversations[{i}]", messages) for i, messages in enumerate(request.conversations)]
+    if request.input_ids is not None:
+        return [ItemInput(f"input_ids[{i}]", ids=ids) for i, ids in enumerate(request.input_ids)]
+    assert request.prompt is not None, "this is a bug: the schema allows no other form"
+    assert request.completions is not None, "this is a bug: the schema allows no other form"
+    return _group_inputs(Group.model_construct(prompt=request.prompt, completions=request.completions), "")
+
+
+def _group_inputs(group: Group, prefix: str) -> list[ItemInput]:
+    items = []
+    for number, completion in enumerate(group.completions):
+        path, prompt_path = f"{prefix}completions[{number}]", f"{prefix}prompt"
+        if isinstance(completion, Completion):
+            answer, finished = completion.content, completion.finished
+            items.append(ItemInput(f"{path}.content", answer, group.prompt, prompt_path, finished=finished))
+        else:
+            items.append(ItemInput(path, completion, group.prompt, prompt_path))
+    return items
+
+
+def tokenize(
+    model: ServedModel,
+    inputs: Sequence[ItemInput],
+    options: TokenizeOptions,
+    log: Callable[[str], None] = lambda line: None,
+) -> list[Tokens | ServerError]:
+    """One sequence, or the reason why there is none, for each input. ``log`` gets failures of the tokenizer itself."""
+    return [_tokenize_one(model, item, options, log) for item in inputs]
+
+
+def _tokenize_one(
+    model: ServedModel, item: ItemInput, options: TokenizeOptions, log: Callable[[str], None]
+) -> Tokens | ServerError:
+    from rm_core.chat import RenderError, truncate_left
+
+    limit = options.max_length
+    if item.ids is None and options.truncation == "error" and item.size > limit * MAX_CHARACTERS_PER_TOKEN:
+        return TooLongError(
+            f"{item.path}: {item.size} characters cannot be {limit} tokens or fewer, which is the limit"
+        )
+    try:
+        ids = item.ids if item.ids is not None else _render(model, item, options)
+    except RenderError as error:
+        return InvalidRequestError(f"{wire_path(item, error.field)}: {error.message}"[:_MAX_MESSAGE])
+    except RecursionError:
+        return InvalidRequestError(f"{item.path}: is nested too deeply")
+    except Exception as error:  # a tokenizer may raise anything; it must reach this item's caller, and no other
+        log(f"the tokenizer failed: {describe_exception(error)}")
+        return InternalError(f"{item.path}: the tokenizer failed on it; the server's log says where")
+    if not ids:
+        return InvalidRequestError(f"{item.path}: is empty, there is nothing to score")
+    if max(ids) >= model.vocab_size:
+        place = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
+        where = f"{item.path}[{place}]" if item.ids is not None else f"{item.path}: token {place}"
+        return InvalidRequestError(
+            f"{where}: {ids[place]} is not a token id of this model (0 to {model.vocab_size - 1})"
+        )
+    if len(ids) <= limit:
+        return Tokens(key_of(ids))
+    if options.truncation == "left":
+        return Tokens(key_of(truncate_left(ids, limit, model.renderer.tokenizer.bos_token_id)), is_truncated=True)
+    return TooLongError(
+        f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
+    )
+
+
+def _render(model: ServedModel, item: ItemInput, options: TokenizeOptions) -> list[int]:
+    renderer, completion = model.renderer, _plain(item.completion)
+    assert completion is not None, "this is a bug: an input has ids or a completion"
+    if item.is_templated and isinstance(completion, str):
+        return renderer.render_templated(completion, finished=item.finished)
+    if item.prompt is not None:
+        prompt = _plain(item.prompt)
+        return renderer.render(prompt, completion, finished=item.finished, text_as=options.text_as)
+    if isinstance(completion, str):
+        return renderer.render_text(completion, finished=item.finished, text_as=options.text_as)
+    return renderer.render_conversation(completion, finished=item.finished)
+
+
+def wire_path(item: ItemInput, field: str) -> str:
+    """The caller's name for a field that the renderer complains about."""
+    found = re.fullmatch(r"messages\[(\d+)\](.*)", field)
+    if found is None:
+        return item.prompt_path if field.startswith("prompt") and item.prompt_path else item.path
+    number, rest = int(found[1]), found[2]
+    num_prompt = len(item.prompt) if isinstance(item.prompt, list) else 0
+    if number < num_prompt:
+        return f"{item.prompt_path}[{number}]{rest}"
+    return f"{item.path}[{number - num_prompt}]{rest}" if isinstance(item.completion, list) else item.path
+
+
+def _plain(text: Text | None) -> str | list[dict[str, Any]] | None:
+    if isinstance(text, list):
+        # Not model_dump, which gives up on deeply nested tool calls.
+        return [{name: value for name, value in message if value is not None} for message in text]
+    return text
+
+
+def _size(text: Text | None) -> int:
+    if isinstance(text, list):
+        return sum(_content_size(message) for message in text)
+    return len(text) if text is not None else 0
+
+
+def _content_size(message: Message) -> int:
+    extras = (message.thinking, message.reasoning_content)
+    size = 16 + sum(len(extra) for extra in extras if extra)
+    if isinstance(message.content, str):
+        return size + len(message.content)
+    return size + sum(
+        len(part.get("text") or "") for part in message.content or () if isinstance(part.get("text"), str)
+    )

@@ -1,0 +1,224 @@
+"""``rm-train``: the commands and their options. What they do lives in the modules they call.
+
+Invariant: a user's error is one line on stderr and exit code 2, never a traceback.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from rm_core.smollm2 import BundledModelError
+
+app = typer.Typer(
+    name="rm-train",
+    help="Train, evaluate and convert Bradley-Terry reward models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Data = Annotated[list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs.")]
+MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward pass.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+
+
+@app.command()
+def fit(
+    config: Annotated[Path, typer.Argument(help="YAML file; docs/configuration.md lists its keys.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last saved state.")] = False,
+) -> None:
+    """Train a reward model and write runs/NAME/checkpoint."""
+    from rm_train.config_file import load_config
+    from rm_train.console import ConsoleReporter, report_table
+
+    loaded = load_config(config, overrides or [])
+    from rm_train.fit import fit as run_fit
+
+    reporter = ConsoleReporter()
+    result = run_fit(loaded, reporter, resume=resume)
+    if result.record is not None:
+        from rich.console import Console
+
+        Console(highlight=False).print(report_table(result.record.metrics))
+        typer.echo(f"checkpoint: {result.directory / 'checkpoint'}  ({result.record.reward_id})")
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint, local model folder or hub id.")],
+    data: Data,
+    dtype: Dtype = "auto",
+    max_tokens: MaxTokens = 4096,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+) -> None:
+    """Accuracy with interval, calibration and length bias of a model on pairs."""
+    from rich.console import Console
+
+    from rm_core.model import RewardModel
+    from rm_train.console import report_table
+    from rm_train.evaluation import full_report
+
+    model = RewardModel.load(checkpoint, dtype=_dtype(dtype))
+    encoded, rewards = _score(model, data, max_tokens, limit)
+    report = {"reward_id": model.reward_id, "dtype": model.dtype, **full_report(rewards, encoded)}
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        Console(highlight=False).print(report_table(report))
+
+
+@app.command()
+def score(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint, local model folder or hub id.")],
+    file: Annotated[str, typer.Argument(help="JSONL file, or - for standard input.")],
+    dtype: Dtype = "auto",
+    max_tokens: MaxTokens = 4096,
+) -> None:
+    """Score rows {"prompt", "completions"}, {"prompt", "completion"}, {"text"} or {"messages"}; JSON lines out."""
+    from rm_core.model import RewardModel
+    from rm_train.rows import DataError
+    from rm_train.score_file import score_lines
+
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        lines = raw.decode("utf-8").splitlines()
+    except OSError as error:
+        raise DataError(file, f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(file, f"is not UTF-8 text (byte {error.start})") from None
+    model = RewardModel.load(checkpoint, dtype=_dtype(dtype))
+    failed = False
+    for answer in score_lines(model, lines, max_tokens=max_tokens):
+        failed |= "error" in answer
+        typer.echo(json.dumps(answer))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def merge(
+    checkpoint: Annotated[str, typer.Argument(help="Adapter checkpoint.")],
+    output: Annotated[Path, typer.Argument(help="New directory.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Turn an adapter into a plain sequence-classification model, and prove by the golden scores that it is the same."""
+    from rm_train.adopt import merge as run_merge
+
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter("must be float32 or bfloat16", param_hint="--dtype")
+    name: Literal["float32", "bfloat16"] = "float32" if dtype == "float32" else "bfloat16"
+    record, largest = run_merge(checkpoint, output, name)
+    typer.echo(f"{output}: {record.reward_id}, golden scores differ by at most {largest:.3g}")
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Reward model trained elsewhere: a folder or hub id.")],
+    data: Data,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a copy here instead of adding the record in place.")
+    ] = None,
+    text_as: Annotated[str, typer.Option(help="How strings are scored: raw or chat.")] = "raw",
+    end: Annotated[
+        str, typer.Option(help="token, or template when it was trained on the template's whole output.")
+    ] = "template",
+    training_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence it was trained on.")] = None,
+    max_tokens: MaxTokens = 4096,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")] = None,
+) -> None:
+    """Adopt a model trained elsewhere: write its rules, reward scale and golden scores (reward_model.json)."""
+    from rich.console import Console
+
+    from rm_core.model import RewardModel
+    from rm_train.adopt import Measured
+    from rm_train.adopt import calibrate as run_calibrate
+    from rm_train.console import report_table
+    from rm_train.evaluation import measured
+
+    if text_as not in ("raw", "chat"):
+        raise typer.BadParameter("must be raw or chat", param_hint="--text-as")
+    if end not in ("token", "template"):
+        raise typer.BadParameter("must be token or template", param_hint="--end")
+
+    def measure(loaded: RewardModel) -> Measured:
+        encoded, rewards = _score(loaded, data, max_tokens, limit)
+        return measured(rewards, encoded)
+
+    record, directory = run_calibrate(
+        model, measure, {"sources": data}, output=output, text_as=text_as, end=end, training_length=training_length
+    )
+    Console(highlight=False).print(report_table(record.metrics))
+    typer.echo(f"{directory}: {record.reward_id}")
+
+
+def _score(model: Any, data: list[str], max_tokens: int, limit: int | None) -> tuple[Any, Any]:
+    from rm_train.console import ConsoleReporter
+    from rm_train.data import draw, read_pairs
+    from rm_train.encode import encode_pairs
+    from rm_train.evaluation import score_pairs
+    from rm_train.rows import DataError
+
+    pairs = [pair for source in data for pair in draw(list(read_pairs(source)), limit, "eval")]
+    if not pairs:
+        raise DataError(", ".join(data), "holds no pairs")
+    reporter = ConsoleReporter()
+    with reporter.bar("tokenising", len(pairs)) as advance:
+        encoded = encode_pairs(pairs, model.renderer, model.max_length, lambda: advance(1))
+    with reporter.bar("scoring", 2 * len(pairs)) as advance:
+        return encoded, score_pairs(model, encoded, max_tokens=max_tokens, progress=advance)
+
+
+def _dtype(name: str) -> Any:
+    if name not in ("auto", "float32", "bfloat16"):
+        raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
+    return name
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run a command, turn users' errors into one line and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(args=arguments, standalone_mode=False)
+    except typer.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as error:
+        if not _is_users(error):
+            raise
+        message = getattr(error, "format_message", lambda: str(error))()
+        print(f"rm-train: error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether an error is the user's to mend: those are one line each, everything else is our bug and keeps its trace."""
+    import click
+
+    from rm_train.config_file import ConfigError
+    from rm_train.rows import DataError
+
+    known: tuple[type[Exception], ...] = (click.ClickException, ConfigError, DataError, BundledModelError)
+    if "torch" in sys.modules:
+        from rm_core.checkpoint import CheckpointError
+        from rm_core.loading import LoadError
+        from rm_train.loop import DivergedError
+        from rm_train.state import ResumeError
+
+        known = (*known, CheckpointError, LoadError, DivergedError, ResumeError)
+    return isinstance(error, known) or (isinstance(error, ValueError) and str(error).startswith("device:"))
+
+
+if __name__ == "__main__":
+    main()

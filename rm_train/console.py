@@ -1,0 +1,80 @@
+"""What the command line shows: progress bars with an estimate of the time left, tables, one-line errors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_FRACTION = 10_000
+
+
+class ConsoleReporter:
+    """Progress on stderr, so that stdout stays for results."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Callable[..., None]]:
+        """A bar; its function takes a count to add or, with ``total`` 1, the fraction reached, and a text to show."""
+        by_fraction = total == 1
+        columns = [TextColumn("{task.description}"), BarColumn(), *(() if by_fraction else (MofNCompleteColumn(),))]
+        with Progress(
+            *columns,
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+        ) as progress:
+            task = progress.add_task(title, total=_FRACTION if by_fraction else total, text="")
+
+            def advance(amount: float, text: str = "") -> None:
+                if by_fraction:
+                    progress.update(task, completed=amount * _FRACTION, text=text)
+                else:
+                    progress.update(task, advance=amount, text=text)
+
+            yield advance
+
+
+def report_table(report: dict[str, Any]) -> Table:
+    """An evaluation report as a table for people."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    accuracy = report["accuracy"]
+    rows = [
+        ("pairs", str(report["pairs"]) + (f" ({report['truncated']} truncated)" if report["truncated"] else "")),
+        ("accuracy", f"{accuracy['value']:.3f}  (95 % interval {accuracy['low']:.3f}-{accuracy['high']:.3f})"),
+        ("longer wins", f"{report['longer_wins']:.3f}"),
+    ]
+    if report.get("bag_of_words") is not None:
+        rows.append(("bag of words", f"{report['bag_of_words']:.3f}"))
+    calibration, length = report["calibration"], report["length"]
+    rows += [
+        ("log-loss", f"{report['log_loss']:.4f}  (ln 2 = 0.6931)"),
+        ("temperature", f"{calibration['temperature']:.3g}  (calibrated log-loss {calibration['log_loss']:.4f}, "
+                        f"expected calibration error {calibration['expected_error']:.3f})"),
+        ("reward", f"mean {report['reward']['mean']:.4g}, std {report['reward']['std']:.4g}, "
+                   f"mean margin {report['reward']['mean_margin']:.4g}"),
+        ("reward ~ length", _number(length["reward_correlation"])),
+        ("accuracy at equal length", _share(length["matched"])),
+    ]  # fmt: skip
+    for name, key in (("category", "by_category"), ("source", "by_source")):
+        if len(report[key]) > 1:
+            rows += [(f"{name} {value}", _share(share)) for value, share in report[key].items()]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _share(share: dict[str, Any]) -> str:
+    return f"{_number(share['accuracy'])}  ({share['pairs']} pairs)"

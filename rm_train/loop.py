@@ -1,0 +1,258 @@
+"""The training loop: evaluate, save, stop, step, log.
+
+Invariant: the loss of a step is the mean over all of its pairs, whatever the number of micro-batches and processes.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import get_scheduler
+
+from rm_core.model import RewardModel
+from rm_train.batching import split_by_tokens, step_batches
+from rm_train.config import FitConfig
+from rm_train.encode import EncodedPair
+from rm_train.losses import pair_losses
+from rm_train.state import MetricsFile, load_state, load_trainable, save_state, trainable_state
+
+Evaluate = Callable[[], dict[str, float]]
+
+
+class DivergedError(RuntimeError):
+    """The loss became NaN or infinite. One line that names the step and what to change."""
+
+
+@dataclass
+class _StepTotals:
+    """Sums over a step's pairs, on every process: loss, correct (ties half), reward differences, tokens."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    margin: float = 0.0
+    tokens: int = 0
+    computed_tokens: int = 0
+
+
+def count_steps(config: FitConfig, num_pairs: int) -> int:
+    """Optimizer steps of the whole run."""
+    return config.train.max_steps or config.train.epochs * -(-num_pairs // config.train.batch_size)
+
+
+def train(
+    model: RewardModel,
+    pairs: Sequence[EncodedPair],
+    config: FitConfig,
+    directory: Path,
+    accelerator: Accelerator,
+    *,
+    identity: dict[str, Any],
+    resume: bool,
+    evaluate: Evaluate,
+    on_step: Callable[[int, int, dict[str, Any]], None],
+) -> int:
+    """Train ``model`` in place and return the number of steps done.
+
+    ``identity`` says what run this is (a resume must match it); ``evaluate`` scores the evaluation pairs; ``on_step``
+    is called as (steps done, steps in all, metrics) on the main process. Raises DivergedError and ResumeError.
+    """
+    settings = config.train
+    num_steps = count_steps(config, len(pairs))
+    optimizer = _optimizer(model, config)
+    scheduler = get_scheduler(
+        settings.schedule,
+        optimizer,
+        num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
+        num_training_steps=num_steps,
+    )
+    torch.manual_seed(config.run.seed * 1_000_003 + accelerator.process_index)  # dropout differs between processes
+    metrics = MetricsFile(directory / "metrics.jsonl") if accelerator.is_main_process else None
+    step, best, waited = 0, None, 0
+    if resume:
+        state = load_state(directory, identity)
+        load_trainable(model.network, state["weights"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"][accelerator.process_index])
+        step, best, waited = state["step"], state["best"], state["waited"]
+        if metrics:
+            metrics.cut(state["metrics_position"])
+    elif metrics:
+        metrics.cut(0)
+    network = accelerator.prepare_model(model.network) if accelerator.num_processes > 1 else model.network
+    started = time.perf_counter()
+    for epoch, indices in step_batches(len(pairs), settings.batch_size, config.run.seed, step):
+        # ---- evaluate
+        if settings.eval_every and step and (step % settings.eval_every == 0 or step == num_steps):
+            found = evaluate()
+            if metrics:
+                metrics.write({"step": step, **{f"eval_{name}": value for name, value in found.items()}})
+            accelerator.log({f"eval/{name}": value for name, value in found.items()}, step=step)
+            if best is None or found["loss"] < best["loss"]:
+                best, waited = {"loss": found["loss"], "step": step, "weights": trainable_state(model.network)}, 0
+            else:
+                waited += 1
+        # ---- stop
+        stopped = settings.early_stopping_patience is not None and waited >= settings.early_stopping_patience
+        if step == num_steps or stopped:
+            break
+        # ---- step
+        model.network.train()
+        totals = _forward_backward(network, accelerator, model, [pairs[index] for index in indices], config)
+        if not math.isfinite(totals.loss):
+            raise DivergedError(
+                f"step {step + 1}: the loss is {totals.loss}; lower train.learning_rate (now {settings.learning_rate:g}), "
+                "or set model.dtype: float32"
+            )
+        norm = torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf)
+        rate = scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        # ---- log
+        line = {
+            "step": step,
+            "epoch": epoch,
+            "loss": totals.loss,
+            "accuracy": totals.correct,
+            "margin": totals.margin,
+            "grad_norm": float(norm),
+            "learning_rate": rate,
+            "pairs": len(indices),
+            "tokens": totals.tokens,
+            "computed_tokens": totals.computed_tokens,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        if metrics:
+            metrics.write(line)
+            on_step(step, num_steps, line)
+        accelerator.log({f"train/{name}": value for name, value in line.items() if name != "step"}, step=step)
+        # ---- save
+        if settings.save_every and step % settings.save_every == 0:
+            rng = _gather_rng(accelerator)
+            if metrics:
+                save_state(
+                    directory,
+                    {
+                        "identity": identity,
+                        "step": step,
+                        "best": best,
+                        "waited": waited,
+                        "weights": trainable_state(model.network),
+                        "optimizer": optimizer.state_dict(),
+                        "scheduler": scheduler.state_dict(),
+                        "rng": rng,
+                        "metrics_position": metrics.position,
+                    },
+                )
+    if best is not None and settings.early_stopping_patience is not None:
+        load_trainable(model.network, best["weights"])
+    if metrics:
+        metrics.close()
+    return step
+
+
+def _forward_backward(
+    network: torch.nn.Module,
+    accelerator: Accelerator,
+    model: RewardModel,
+    step_pairs: list[EncodedPair],
+    config: FitConfig,
+) -> _StepTotals:
+    """Accumulate the gradient of the step's mean loss; return the step's means over all processes."""
+    num_pairs = sum(item.pair.weight for item in step_pairs) or 1.0
+    # A process without a pair (a short last step) still takes part in the gradient exchange, with weight 0.
+    mine = step_pairs[accelerator.process_index :: accelerator.num_processes]
+    idle = not mine
+    micro_batches = split_by_tokens(
+        mine or step_pairs[:1],
+        cost=lambda items: model.network.batch_tokens(_sequences(items)),
+        size=lambda item: len(item.chosen) + len(item.rejected),
+        max_tokens=config.train.max_tokens,
+    )
+    sums = torch.zeros(5, dtype=torch.float64)
+    for number, items in enumerate(micro_batches):
+        sequences = _sequences(items)
+        with _sync_only(accelerator, network, last=number == len(micro_batches) - 1), _compute(model):
+            rewards = network(sequences)
+            chosen, rejected = rewards[0::2], rewards[1::2]
+            losses = pair_losses(chosen, rejected, items, config.loss)
+            # DDP averages over processes, the step's mean is a sum over them.
+            loss = losses.sum() * (0.0 if idle else accelerator.num_processes / num_pairs)
+            loss.backward()  # type: ignore[no-untyped-call]
+        if not idle:
+            difference = (chosen - rejected).detach().double()
+            right = (difference > 0).double() + 0.5 * (difference == 0).double()
+            tokens = sum(map(len, sequences))
+            computed = model.network.batch_tokens(sequences)
+            sums += torch.tensor(
+                [float(losses.detach().sum()), float(right.sum()), float(difference.sum()), tokens, computed],
+                dtype=torch.float64,
+            )
+    if accelerator.num_processes > 1:
+        sums = accelerator.reduce(sums.float().to(accelerator.device), reduction="sum").double().cpu()
+    loss_sum, correct, margin, tokens_sum, computed_sum = sums.tolist()
+    count = len(step_pairs)
+    return _StepTotals(loss_sum / num_pairs, correct / count, margin / count, int(tokens_sum), int(computed_sum))
+
+
+def _sequences(items: Sequence[EncodedPair]) -> list[list[int]]:
+    return [ids for item in items for ids in (item.chosen, item.rejected)]
+
+
+@contextlib.contextmanager
+def _compute(model: RewardModel) -> Iterator[None]:
+    """The forward's numbers: fp32 master weights of LoRA and head, multiplied in the backbone's dtype."""
+    from peft.helpers import disable_input_dtype_casting
+
+    with contextlib.ExitStack() as stack:
+        if model.compute.dtype != torch.float32:
+            stack.enter_context(torch.autocast(model.device.type, dtype=model.compute.dtype))
+            if model.kind == "adapter":
+                # peft would turn LoRA's input into fp32 first, and autocast turn it back
+                stack.enter_context(disable_input_dtype_casting(model.network.classifier))
+        yield
+
+
+@contextlib.contextmanager
+def _sync_only(accelerator: Accelerator, network: torch.nn.Module, *, last: bool) -> Iterator[None]:
+    """Exchange gradients between processes in the step's last backward only."""
+    if accelerator.num_processes > 1 and not last:
+        with accelerator.no_sync(network):
+            yield
+    else:
+        yield
+
+
+def _optimizer(model: RewardModel, config: FitConfig) -> torch.optim.AdamW:
+    settings = config.train
+    backbone = {id(parameter) for parameter in model.network.backbone.parameters()}
+    trainable = _trainable(model)
+    groups = [
+        {"params": [p for p in trainable if id(p) in backbone], "lr": settings.learning_rate},
+        {
+            "params": [p for p in trainable if id(p) not in backbone],
+            "lr": config.head.learning_rate or settings.learning_rate,
+        },
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=settings.weight_decay)
+
+
+def _trainable(model: RewardModel) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.network.parameters() if parameter.requires_grad]
+
+
+def _gather_rng(accelerator: Accelerator) -> list[torch.Tensor]:
+    """Every process's generator state, in the order of the processes."""
+    mine = torch.get_rng_state()
+    if accelerator.num_processes == 1:
+        return [mine]
+    gathered = accelerator.gather(mine.to(accelerator.device)[None]).cpu()
+    return list(gathered)

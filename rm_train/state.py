@@ -1,0 +1,80 @@
+"""The state that ``rm-train fit --resume`` continues from, and the metrics file that belongs to it.
+
+Invariant: a state appears by one rename; the metrics file is cut back to what the state had seen, so that no line is
+repeated or lost.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+STATE_FILE = "resume.pt"
+
+
+class ResumeError(ValueError):
+    """A run that cannot be resumed: there is no state, or it belongs to other data or settings."""
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one line per step or evaluation, flushed as written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    @property
+    def position(self) -> int:
+        self._file.flush()
+        return self._file.tell()
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def cut(self, position: int) -> None:
+        """Forget everything behind ``position``."""
+        self._file.truncate(position)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def trainable_state(network: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every weight that is trained."""
+    return {name: p.detach().clone() for name, p in network.named_parameters() if p.requires_grad}
+
+
+def load_trainable(network: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Put a copy back."""
+    parameters = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            parameters[name].copy_(value)
+
+
+def save_state(directory: Path, state: dict[str, Any]) -> None:
+    """Write the state beside the old one and rename it over."""
+    temporary = directory / f"{STATE_FILE}.tmp"
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / STATE_FILE)
+
+
+def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Read the state back; raises ResumeError where there is none or ``identity`` (data, settings) differs from its own."""
+    path = directory / STATE_FILE
+    if not path.is_file():
+        raise ResumeError(f"{path}: there is no state to resume from; run without --resume (set train.save_every)")
+    # only tensors and plain containers: weights_only refuses anything that could run code
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    for key, value in identity.items():
+        if state["identity"].get(key) != value:
+            raise ResumeError(
+                f"{path}: {key} was {state['identity'].get(key)!r} and is now {value!r}; resume with the same"
+            )
+    return state

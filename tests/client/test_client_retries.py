@@ -1,0 +1,297 @@
+"""What is tried again, how long it takes, and which exception each answer becomes."""
+
+import asyncio
+import pickle
+import random
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rm_client
+from rm_client import AsyncRewardClient, RewardClient
+from rm_client.errors import ConnectionFailedError, OverloadedError, RewardClientError, response_error
+from rm_client.retry import RetryPolicy, connection_error, retry_after_seconds
+
+
+def client_of(server: Any, fake_time: Any, draw: float = 1.0, **settings: Any) -> RewardClient:
+    return RewardClient(
+        "http://rm",
+        transport=httpx.MockTransport(server),
+        sleep=fake_time.sleep,
+        clock=fake_time.clock,
+        draw=lambda: draw,
+        **settings,
+    )
+
+
+MIRRORED = [
+    (400, "invalid_request", rm_client.InvalidRequestError),
+    (422, "invalid_request", rm_client.InvalidRequestError),
+    (405, "invalid_request", rm_client.InvalidRequestError),
+    (422, "too_long", rm_client.TooLongError),
+    (401, "unauthorized", rm_client.UnauthorizedError),
+    (403, "forbidden", rm_client.ForbiddenError),
+    (404, "not_found", rm_client.NotFoundError),
+    (404, "model_not_found", rm_client.ModelNotFoundError),
+    (409, "reward_id_mismatch", rm_client.RewardIdMismatchError),
+    (409, "tokenizer_mismatch", rm_client.TokenizerMismatchError),
+    (413, "too_large", rm_client.TooLargeError),
+    (504, "deadline_exceeded", rm_client.DeadlineExceededError),
+    (500, "internal", rm_client.InternalError),
+    (500, "non_finite_reward", rm_client.NonFiniteRewardError),
+    (418, "teapot", rm_client.ResponseError),
+]
+WAITED_FOR = [
+    (503, "overloaded", rm_client.OverloadedError),
+    (503, "loading", rm_client.LoadingError),
+    (503, "draining", rm_client.DrainingError),
+    (503, "not_ready", rm_client.NotReadyError),
+]
+
+
+@pytest.mark.parametrize(("status", "kind", "expected"), MIRRORED)
+def test_refusals_become_their_exception_and_are_not_repeated(
+    server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
+) -> None:
+    server.refusals = [refusal(status, kind, Retry_After="1")]
+    with client_of(server, fake_time) as client, pytest.raises(RewardClientError) as caught:
+        client.score("p", ["a"])
+    error = caught.value
+    assert type(error) is expected
+    assert (error.type, error.status, error.retryable, error.message) == (kind, status, False, f"about {kind}")
+    assert len(server.requests) == 1
+    assert fake_time.waits == []
+
+
+@pytest.mark.parametrize(("status", "kind", "expected"), WAITED_FOR)
+def test_not_now_is_repeated_until_it_works(
+    server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
+) -> None:
+    server.refusals = [refusal(status, kind, True)] * 2
+    with client_of(server, fake_time) as client:
+        assert client.score("p", ["a"]).rewards == [1.0]
+    assert fake_time.waits == [0.5, 1.0]  # first_wait * 2**n with the draw at its upper end
+    server.refusals = [refusal(status, kind, True)] * 9
+    with client_of(server, fake_time, max_retries=2) as client, pytest.raises(RewardClientError) as caught:
+        client.score("p", ["a"])
+    assert type(caught.value) is expected
+    assert caught.value.num_attempts == 3
+    assert "after 3 attempts" in str(caught.value)
+
+
+def test_the_server_can_say_that_waiting_is_pointless(server: Any, fake_time: Any, refusal: Any) -> None:
+    server.refusals = [refusal(503, "draining", False)]
+    with client_of(server, fake_time) as client, pytest.raises(rm_client.DrainingError):
+        client.score("p", ["a"])
+    assert fake_time.waits == []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ConnectTimeout],
+)
+def test_broken_connections_are_repeated(server: Any, fake_time: Any, broken: Any) -> None:
+    server.refusals = [broken("server restarts"), broken("server restarts")]
+    with client_of(server, fake_time, draw=0.0) as client:
+        assert client.score("p", ["a"]).rewards == [1.0]
+    assert fake_time.waits == [0.25, 0.5]  # half of first_wait * 2**n at the draw's lower end
+
+
+@pytest.mark.parametrize("kind", [httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout])
+def test_a_time_out_is_an_error_of_its_own_and_not_repeated(server: Any, fake_time: Any, kind: Any) -> None:
+    server.refusals = [kind("slow")]
+    with client_of(server, fake_time) as client, pytest.raises(rm_client.RequestTimeoutError) as caught:
+        client.score("p", ["a"], on_error="none")
+    assert len(server.requests) == 1
+    assert isinstance(caught.value.__cause__, kind)
+
+
+def test_what_httpx_cannot_do_is_not_repeated(server: Any, fake_time: Any) -> None:
+    server.refusals = [httpx.DecodingError("bad gzip")]
+    with client_of(server, fake_time) as client, pytest.raises(ConnectionFailedError, match="bad gzip"):
+        client.score("p", ["a"])
+    assert len(server.requests) == 1
+
+
+def test_retry_after_is_a_floor(server: Any, fake_time: Any, refusal: Any) -> None:
+    date = {"Date": "Tue, 03 Mar 2026 10:00:00 GMT", "Retry_After": "Tue, 03 Mar 2026 10:00:20 GMT"}
+    server.refusals = [refusal(503, "loading", True, Retry_After="8"), refusal(503, "loading", True, **date)]
+    with client_of(server, fake_time, draw=0.0) as client:
+        client.score("p", ["a"])
+    assert fake_time.waits == [8.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    ("header", "date", "expected"),
+    [
+        (None, None, None),
+        ("3", None, 3.0),
+        ("-3", None, 0.0),
+        ("soon", None, None),
+        ("Tue, 03 Mar 2026 10:00:20 GMT", None, None),
+        ("Tue, 03 Mar 2026 10:00:20 GMT", "Tue, 03 Mar 2026 10:00:30 GMT", 0.0),
+    ],
+)
+def test_retry_after_in_every_form(header: Any, date: Any, expected: Any) -> None:
+    assert retry_after_seconds(header, date) == expected
+
+
+def test_the_whole_call_stays_within_its_budget(server: Any, fake_time: Any, refusal: Any) -> None:
+    server.refusals = [refusal(503, "overloaded", True)] * 100
+    with client_of(server, fake_time, max_retries=50, budget_seconds=10.0) as client:
+        with pytest.raises(rm_client.OverloadedError):
+            client.score("p", ["a"])
+        assert fake_time.waits == [0.5, 1.0, 2.0, 4.0]  # 7.5 s; 8 s more would pass the budget
+        assert fake_time.now == 107.5
+        server.refusals = [refusal(503, "overloaded", True, Retry_After="3600")]
+        with pytest.raises(rm_client.OverloadedError):
+            client.score("p", ["a"])
+        assert fake_time.now == 107.5  # no waiting for what cannot be reached
+
+
+def test_an_attempt_may_not_outlast_the_budget(server: Any, fake_time: Any, refusal: Any) -> None:
+    server.refusals = [refusal(503, "overloaded", True)] * 3
+    with client_of(server, fake_time, timeout=100.0, connect_timeout=50.0, budget_seconds=4.0) as client:
+        client.score("p", ["a"])
+    limits = [request.extensions["timeout"] for request in server.requests]
+    assert [limit["read"] for limit in limits] == [4.0, 3.5, 2.5, 0.5]
+    assert [limit["pool"] for limit in limits] == [4.0, 3.5, 2.5, 0.5]
+    assert [limit["connect"] for limit in limits] == [4.0, 3.5, 2.5, 0.5]
+
+
+@given(
+    error=st.sampled_from([ConnectionFailedError("x"), OverloadedError("x")]),
+    asked=st.one_of(st.none(), st.floats(0, 1e4)),
+    attempt=st.integers(0, 2000),
+    elapsed=st.floats(0, 1e4),
+    draw=st.floats(0, 1, exclude_max=True),
+)
+def test_no_wait_passes_the_budget_or_undercuts_the_server(
+    error: RewardClientError, asked: float | None, attempt: int, elapsed: float, draw: float
+) -> None:
+    policy = RetryPolicy(max_retries=1000, budget_seconds=600.0)
+    if isinstance(error, OverloadedError):
+        error.retry_after_seconds = asked
+    wait = policy.wait_seconds(error, attempt, elapsed, draw)
+    if wait is None:
+        return
+    assert attempt < 1000
+    assert wait > 0
+    assert elapsed + wait < 600.0
+    if isinstance(error, OverloadedError) and asked is not None:
+        assert wait >= asked
+    else:
+        assert 0.25 <= wait <= 30.0
+
+
+def test_a_proxys_page_is_an_error_by_its_status(server: Any, fake_time: Any) -> None:
+    server.refusals = [httpx.Response(502, text="<html>Bad  Gateway</html>"), httpx.Response(404, text="nginx")]
+    with client_of(server, fake_time) as client, pytest.raises(rm_client.NotFoundError, match="nginx"):
+        client.score("p", ["a"])
+    assert len(fake_time.waits) == 1  # 502: what a proxy says while the server restarts
+    with client_of(server, fake_time) as client:
+        server.refusals = [httpx.Response(200, content=b"\xff\xfe")]
+        with pytest.raises(rm_client.InvalidAnswerError, match="JSON object"):
+            client.score("p", ["a"])
+        server.refusals = [httpx.Response(307, headers={"Location": "http://elsewhere/"})]
+        with pytest.raises(rm_client.ResponseError, match="HTTP 307"):
+            client.score("p", ["a"])
+
+
+@pytest.mark.parametrize("body", [None, [], {}, {"error": "text"}, {"error": {"message": 3}}, {"detail": "x"}])
+def test_any_error_body_becomes_an_exception_of_its_status(body: Any) -> None:
+    assert type(response_error(503, body, text="down")) is rm_client.UnavailableError
+    assert type(response_error(409, body)) is rm_client.PinMismatchError
+
+
+def test_exceptions_survive_the_way_between_processes() -> None:
+    error = response_error(503, {"error": {"type": "loading", "message": "wait", "retryable": True}})
+    error.num_attempts = 4
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is rm_client.LoadingError
+    assert (str(copy), copy.status, copy.retryable) == (str(error), 503, True)
+    item = rm_client.ItemError((0, 1), "internal", "m", False)
+    partial = pickle.loads(pickle.dumps(rm_client.PartialFailureError.of([[1.0, None]], (item,))))
+    assert (partial.rewards, partial.errors) == ([[1.0, None]], (item,))
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    from rm_client import errors
+
+    drawn = errors.__doc__ or ""
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, RewardClientError):
+            assert f"{name} " in drawn or f"{name}\n" in drawn, name
+
+
+async def test_async_retries_wait_as_the_blocking_ones(server: Any, fake_time: Any, refusal: Any) -> None:
+    server.refusals = [httpx.ConnectError("no"), refusal(503, "loading", True, Retry_After="8")]
+    client = AsyncRewardClient(
+        "http://rm",
+        transport=httpx.MockTransport(server),
+        sleep=fake_time.async_sleep,
+        clock=fake_time.clock,
+        draw=lambda: 0.0,
+    )
+    async with client:
+        assert (await client.score("p", ["a"])).rewards == [1.0]
+    assert fake_time.waits == [0.25, 8.0]
+
+
+async def test_512_calls_at_once_share_one_pool_with_a_limit() -> None:
+    num_open, most_open, num_opened = 0, 0, 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_open, most_open, num_opened
+        num_open, num_opened = num_open + 1, num_opened + 1
+        most_open = max(most_open, num_open)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                reward = len(await reader.readexactly(length))
+                answer = b'{"rewards":[%d],"reward_id":"r","model":"m"}' % reward
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+                await writer.drain()
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            num_open -= 1
+            writer.close()
+            await writer.wait_closed()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    texts = ["x" * random.Random(i).randrange(50) for i in range(512)]
+    async with AsyncRewardClient(f"http://127.0.0.1:{port}", max_connections=16) as client:
+        results = await asyncio.gather(*(client.score_texts([text]) for text in texts))
+    listener.close()
+    await listener.wait_closed()
+    assert [result.rewards[0] for result in results] == [len('{"texts":[""]}') + len(text) for text in texts]
+    assert most_open <= 16
+    assert num_opened <= 32  # connections are reused, not opened per call
+
+
+def test_each_event_loop_gets_its_own_pool(server: Any) -> None:
+    client = AsyncRewardClient("http://rm", transport=httpx.MockTransport(server))
+
+    async def once() -> float | None:
+        return (await client.score("p", ["a"])).rewards[0]
+
+    assert [asyncio.run(once()) for _ in range(3)] == [1.0] * 3
+    assert len(client._pools) == 1  # those of ended loops are let go
+
+    async def closing() -> None:
+        await once()
+        await client.aclose()
+        await client.aclose()
+
+    asyncio.run(closing())
+    assert all(loop.is_closed() for loop in client._pools)
+
+
+def test_a_cause_stays_attached() -> None:
+    cause = httpx.ConnectError("refused")
+    assert connection_error(cause, "http://rm/score").__cause__ is cause

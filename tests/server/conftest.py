@@ -1,0 +1,120 @@
+"""A model whose score is a hash of the ids, which can be made to wait, fail or give NaN; and a client for it."""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rm_server.app import create_app
+from rm_server.service import ScoringService
+from rm_server.settings import ServerSettings
+
+
+def expected_score(ids: Sequence[int]) -> float:
+    """What the fake model gives for these ids, a float32 between -8 and 8."""
+    digest = hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).digest()
+    return float(np.float32(int.from_bytes(digest[:4], "big") / 2**28 - 8))
+
+
+class FakeModel:
+    """Scores by hash. ``before`` is called with the sequences of each forward and may raise; ``gate`` holds it back."""
+
+    name = "fake"
+    reward_id = "sha256:" + "1" * 64
+    tokenizer_hash = "sha256:" + "2" * 64
+    vocab_size = 300
+    dtype = "float32"
+    dtype_reason = "float32: a fake has no other"
+    device = "cpu"
+    record: Any = None
+    shares_prefixes = True
+
+    def __init__(self, renderer: Any, max_length: int = 512) -> None:
+        self.renderer = renderer
+        self.max_length = max_length
+        self.forwards: list[list[list[int]]] = []
+        self.before: Callable[[list[list[int]]], None] = lambda sequences: None
+        self.nan_for: Callable[[list[int]], bool] = lambda ids: False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def score_ids(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        batch = [list(ids) for ids in sequences]
+        self.entered.set()
+        assert self.gate.wait(30), "the test never opened the gate"
+        self.forwards.append(batch)
+        self.before(batch)
+        return np.array([np.nan if self.nan_for(ids) else expected_score(ids) for ids in batch], dtype=np.float32)
+
+    def hold(self) -> None:
+        """Let the next forward wait."""
+        self.entered.clear()
+        self.gate.clear()
+
+    async def until_entered(self) -> None:
+        """Wait until a forward has begun."""
+        assert await asyncio.to_thread(self.entered.wait, 10), "no forward began"
+
+
+@pytest.fixture
+def fake(tiny_model: Any) -> FakeModel:
+    return FakeModel(tiny_model.renderer)
+
+
+@asynccontextmanager
+async def running(model: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ScoringService]]:
+    """A started service behind a client, in this process."""
+    service = ScoringService(ServerSettings(checkpoint="fake", **settings))
+    app = create_app(service, service.settings)
+    await service.start(lambda: model)
+    transport = httpx.ASGITransport(app=app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+            yield client, service
+    finally:
+        model_gate = getattr(model, "gate", None)
+        if model_gate is not None:
+            model_gate.set()
+        await service.stop()
+
+
+@pytest.fixture
+def serve() -> Callable[..., Any]:
+    """``async with serve(model, max_batch_tokens=…) as (client, service)``."""
+    return running
+
+
+@pytest.fixture
+def score_of() -> Callable[[Sequence[int]], float]:
+    return expected_score
+
+
+def metric(service: ScoringService, name: str, **labels: str) -> float:
+    """The value of one sample, 0 where it was never observed."""
+    return service.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def sample() -> Callable[..., float]:
+    return metric
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until the condition holds."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never happened")
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Any]:
+    return until
