@@ -163,7 +163,7 @@ def reward_id_of(hashes: WeightHashes, rules: RenderingRules) -> str:
 def verify_identity(
     record: CheckpointRecord, hashes: WeightHashes, renderer: Renderer, directory: Path, base_directory: Path
 ) -> None:
-    """Raise CheckpointError naming the part (tokenizer, template, base, adapter, head) that is not what was recorded."""
+    """Raise CheckpointError naming the part (tokenizer, template, base, adapter, head) that was changed."""
     from rm_core.chat import RenderError
 
     recorded = record.hashes
@@ -201,8 +201,8 @@ def verify_golden(record: CheckpointRecord, model: "RewardModel", directory: Pat
     for expected, reward in zip(scores, map(float, rewards), strict=True):
         if tolerance is not None and not abs(reward - expected.reward) <= tolerance:
             raise CheckpointError(
-                f"{directory}: golden conversation {expected.name!r} scores {reward:.6g} instead of {expected.reward:.6g} "
-                f"(allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or the weights changed"
+                f"{directory}: golden conversation {expected.name!r} scores {reward:.6g} instead of "
+                f"{expected.reward:.6g} (allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or the weights changed"
             )
 
 

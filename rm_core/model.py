@@ -33,6 +33,8 @@ from rm_core.loading import (
     load_tokenizer,
     locate,
 )
+from rm_core.passes import Scored, score_in_passes, score_padded
+from rm_core.prefix_cache import PrefixCache
 from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.smollm2 import BundledModelError
 from rm_core.weights import WeightsError
@@ -118,6 +120,7 @@ class RewardModel:
         model.to_dtype(compute.dtype_name)
         network.to(compute.device)
         network.eval().requires_grad_(False)
+        network.check_tree()
         if record and verify:
             verify_golden(record, model, source.directory)
         return model
@@ -147,6 +150,7 @@ class RewardModel:
         except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
             raise CheckpointError(str(error)) from error
         network.to(compute.device)
+        network.check_tree()
         kind: Literal["adapter", "model"] = "model" if lora is None else "adapter"
         return cls(network, renderer, compute, name=base, kind=kind, base=source)
 
@@ -175,13 +179,25 @@ class RewardModel:
 
         Raises ValueError for an empty sequence. NaN or infinity is returned as such: the caller decides.
         """
-        if not sequences:
-            return np.zeros(0, dtype=np.float32)
+        return self.score_batch(sequences).rewards
+
+    def score_batch(
+        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: PrefixCache | None = None
+    ) -> Scored:
+        """Rewards and what they cost, in forward passes of at most ``max_tokens`` tokens after sharing (None: in one).
+
+        ``cache`` is used and filled where prefixes are shared. A model without sharing takes padded rows, and a
+        sequence longer than the budget a pass of its own. Raises ValueError for an empty sequence.
+        """
         if not all(len(ids) for ids in sequences):
             raise ValueError("an empty sequence has no reward")
+        if not sequences:
+            return Scored(np.zeros(0, dtype=np.float32), np.zeros(0), 0)
+        budget = max_tokens or 2**62
         with torch.inference_mode():
-            rewards: np.ndarray = self.network(sequences).float().cpu().numpy()
-        return rewards
+            if self.sharing_off is None:
+                return score_in_passes(self.network, sequences, budget, cache)
+            return score_padded(self.network, sequences, budget)
 
     # ------------------------------------------------------------------ facts
 
@@ -192,6 +208,11 @@ class RewardModel:
     @property
     def dtype_reason(self) -> str:
         return self.compute.reason
+
+    @property
+    def sharing_off(self) -> str | None:
+        """Why common prefixes are not shared (the reason in words), or None where they are."""
+        return self.network.tree_off
 
     @property
     def device(self) -> torch.device:

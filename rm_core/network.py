@@ -3,7 +3,7 @@
 Invariant: a reward is read at the sequence's own last token, found from its length and never from a token id, and the
 head is computed in fp32 on fp32 hidden states, whatever dtype the backbone runs in.
 
-Shapes: B sequences, T padded length, H hidden size.
+Shapes: B sequences, T padded length, N packed tokens, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from rm_core.attention import TreePlan, install
+from rm_core.tree import build_tree, count_tokens
+from rm_core.tree_support import batches_by_rope_regime, differences, why_no_tree
 
 Ids = Sequence[int]
 
@@ -22,18 +26,23 @@ class UnsupportedModelError(ValueError):
 class RewardNetwork(nn.Module):
     """A one-label sequence classifier of transformers (peft-wrapped or not) with our pooling and head.
 
-    Decoders (``model`` + ``score``) are pooled and projected here. Encoders keep their own pooler and classifier, and
-    are computed in fp32 as a whole.
+    Decoders (``model`` + ``score``) are pooled and projected here, over a token tree where the architecture allows it.
+    Encoders keep their own pooler and classifier, and are computed in fp32 as a whole.
     """
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier: Any = classifier
+        self.training = classifier.training  # a new Module says True whatever is inside it
         base = _base(classifier)
         self.is_decoder = isinstance(_unwrapped(getattr(base, "score", None)), nn.Linear)
         if getattr(base.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(f"{type(base).__name__} is an encoder-decoder; use a decoder or an encoder")
         self.fp32_head()
+        self.tree_off: str | None = "it is an encoder" if not self.is_decoder else why_no_tree(self.backbone)
+        """Why sequences are computed one by one in padded rows; None where the token tree is used."""
+        if self.tree_off is None:
+            install(self.backbone)
 
     @property
     def base(self) -> Any:
@@ -54,7 +63,8 @@ class RewardNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.classifier.parameters()).device
+        device: torch.device = next(self.classifier.parameters()).device
+        return device
 
     def fp32_head(self) -> None:
         """Put the head (for encoders: everything) into fp32. Called again after any ``.to(dtype)``."""
@@ -63,47 +73,90 @@ class RewardNetwork(nn.Module):
         else:
             self.classifier.float()
 
-    def forward(self, sequences: Sequence[Ids]) -> torch.Tensor:
-        """Rewards, fp32 [B], of ``sequences`` (each at least one id); gradients flow where they are enabled."""
-        return self.forward_padded(sequences)
-
     def use_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass. The embeddings' output needs a gradient for LoRA to get one."""
-        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.base.activation_checkpointing_enable({"use_reentrant": False})
         self.classifier.enable_input_require_grads()
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, sequences: Sequence[Ids]) -> torch.Tensor:
+        """Rewards, fp32 [B], of ``sequences`` (each at least one id); gradients flow where they are enabled."""
+        if self.tree_off is None:
+            return self.project(self.tree_hidden(sequences))
+        parts = batches_by_rope_regime(self.backbone.config, sequences)
+        if len(parts) == 1:
+            return self.forward_padded(sequences)
+        rewards = torch.cat([self.forward_padded([sequences[index] for index in part]) for part in parts])
+        return rewards[torch.tensor([index for part in parts for index in part]).argsort().to(rewards.device)]
 
     def batch_tokens(self, sequences: Sequence[Ids]) -> int:
         """How many tokens one forward of these sequences computes."""
+        if self.tree_off is None:
+            return count_tokens(sequences)
         return len(sequences) * max(map(len, sequences), default=0)
+
+    def tree_hidden(self, sequences: Sequence[Ids]) -> torch.Tensor:
+        """Hidden states [B, H] at the sequences' last tokens, computed over their token tree."""
+        tree = build_tree(sequences)
+        hidden_NH = self.run_tree(tree.ids, tree.positions, TreePlan.of(tree))
+        return hidden_NH[torch.from_numpy(tree.last).to(hidden_NH.device)]
+
+    def run_tree(self, ids: Any, positions: Any, plan: TreePlan) -> torch.Tensor:
+        """Hidden states [N, H] of a packed row: ids and positions as int64 arrays [N]."""
+        # transformers hands a mask of four dimensions through as it is; ours comes from the tree instead.
+        no_mask = torch.zeros((1, 1, 1, 1), device=self.device)
+        hidden_1NH: torch.Tensor = self.backbone(
+            input_ids=torch.from_numpy(ids)[None].to(self.device),
+            position_ids=torch.from_numpy(positions)[None].to(self.device),
+            attention_mask=no_mask,
+            use_cache=False,
+            tree=plan,
+        ).last_hidden_state
+        return hidden_1NH[0]
 
     def forward_padded(
         self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right"
     ) -> torch.Tensor:
-        """The plain path, one row per sequence: the reference, and what models without a tree use."""
-        lengths = torch.tensor([len(ids) for ids in sequences])
-        num_rows, width = len(sequences), int(lengths.max())
-        input_ids_BT = torch.zeros((num_rows, width), dtype=torch.long)
-        mask_BT = torch.zeros((num_rows, width), dtype=torch.long)
-        for row, ids in enumerate(sequences):
-            at = slice(0, len(ids)) if padding_side == "right" else slice(width - len(ids), width)
-            input_ids_BT[row, at] = torch.as_tensor(ids)
-            mask_BT[row, at] = 1
-        input_ids_BT, mask_BT = input_ids_BT.to(self.device), mask_BT.to(self.device)
-        if not self.is_decoder:
-            logits: torch.Tensor = self.classifier(input_ids=input_ids_BT, attention_mask=mask_BT).logits
-            return logits[:, 0].float()
+        """Rewards by the plain path, one row per sequence: the reference, and what models without a tree use."""
+        if self.is_decoder:
+            return self.project(self.padded_hidden(sequences, padding_side))
+        input_ids_BT, mask_BT, _ = self._pad(sequences, padding_side)
+        logits: torch.Tensor = self.classifier(input_ids=input_ids_BT, attention_mask=mask_BT).logits
+        return logits[:, 0].float()
+
+    def padded_hidden(self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right") -> torch.Tensor:
+        """Hidden states [B, H] at the sequences' last tokens, by the plain path."""
+        input_ids_BT, mask_BT, last_B = self._pad(sequences, padding_side)
         position_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
-        hidden_BTH = self.backbone(
+        hidden_BTH: torch.Tensor = self.backbone(
             input_ids=input_ids_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=False
         ).last_hidden_state
-        last_B = (lengths - 1 if padding_side == "right" else torch.full((num_rows,), width - 1)).to(self.device)
-        return self.project(hidden_BTH[torch.arange(num_rows, device=self.device), last_B])
+        return hidden_BTH[torch.arange(len(sequences), device=self.device), last_B]
 
     def project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """The head on pooled hidden states [B, H]: rewards [B], fp32 even under autocast."""
         with torch.autocast(device_type=hidden_BH.device.type, enabled=False):
             rewards_B1: torch.Tensor = self.base.score(hidden_BH.float())
             return rewards_B1[:, 0]
+
+    def check_tree(self) -> None:
+        """Compute a small tree both ways and turn the tree off, with the reason, where the two differ."""
+        if self.tree_off is None:
+            self.tree_off = differences(self)
+
+    def _pad(self, sequences: Sequence[Ids], side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids [B, T], mask [B, T] and the column of each last token [B]."""
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        width = int(lengths.max())
+        input_ids_BT = torch.zeros((len(sequences), width), dtype=torch.long)
+        mask_BT = torch.zeros_like(input_ids_BT)
+        for row, ids in enumerate(sequences):
+            at = slice(0, len(ids)) if side == "right" else slice(width - len(ids), width)
+            input_ids_BT[row, at] = torch.as_tensor(ids)
+            mask_BT[row, at] = 1
+        last_B = lengths - 1 if side == "right" else torch.full_like(lengths, width - 1)
+        return input_ids_BT.to(self.device), mask_BT.to(self.device), last_B.to(self.device)
 
 
 def _base(classifier: nn.Module) -> Any:

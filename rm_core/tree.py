@@ -4,6 +4,7 @@ Invariant: reading a sequence's segments from the root to its own gives the sequ
 out depth first, so a segment's ancestors stand before it and its descendants right behind it, in one run.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -89,7 +90,7 @@ def count_tokens(sequences: Sequence[Ids], min_shared: int = MIN_SHARED) -> int:
     return build_tree(sequences, min_shared).num_tokens if len(sequences) > 1 else sum(map(len, sequences))
 
 
-def shared_length(first: Ids, second: Ids) -> int:
+def shared_length(first: Ids | np.ndarray, second: Ids | np.ndarray) -> int:
     """Length of the longest common prefix."""
     a, b = np.asarray(first), np.asarray(second)
     length = min(len(a), len(b))
@@ -115,7 +116,7 @@ def _sorted_with_shared(sequences: Sequence[Ids]) -> tuple[list[int], list[np.nd
         raise ValueError("an empty sequence has no place in a token tree")
     distinct = {key: rank for rank, key in enumerate(sorted(set(keys)))}
     arrays = [np.asarray(key, dtype=np.int64) for key in distinct]
-    shared = [0] + [shared_length(a, b) for a, b in zip(arrays, arrays[1:], strict=False)]
+    shared = [0] + [shared_length(a, b) for a, b in itertools.pairwise(arrays)]
     return [distinct[key] for key in keys], arrays, shared
 
 

@@ -1,6 +1,6 @@
 """Safetensors files read without a model: names, hashes and single tensors.
 
-Invariant: the hash covers names, dtypes, shapes and bytes of tensors, not files, so sharding or metadata do not change it.
+Invariant: the hash covers names, dtypes, shapes and bytes of tensors, not files, so sharding does not change it.
 """
 
 import hashlib
@@ -92,6 +92,10 @@ def _entries(file: Path) -> Iterator[_Entry]:
 def _hash_entry(entry: _Entry) -> bytes:
     if entry.begin == entry.end:
         return hashlib.sha256().digest()
-    with entry.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with memoryview(mapped) as view, view[entry.begin : entry.end] as part:
-            return hashlib.sha256(part).digest()
+    with (
+        entry.file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+        view[entry.begin : entry.end] as part,
+    ):
+        return hashlib.sha256(part).digest()

@@ -11,7 +11,7 @@ the estimate, or by one request that found the room empty.
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +20,8 @@ from rm_server.groups import Request
 
 ROOM_IN_BATCHES = 16
 """The measured rate never lowers the room below this many batches."""
+CAUTION = 1.25
+"""Who has less than this times the expected time left is not let in: it would be late, and waste its turn."""
 
 
 class Rate:
@@ -48,6 +50,10 @@ class _Waiter:
     deadline: float
 
 
+_Line = OrderedDict[_Waiter, None]
+"""First come, first served; who leaves is taken out of the middle at no cost."""
+
+
 class Admission:
     """The door of the engine. All methods run on the event loop's thread."""
 
@@ -70,15 +76,16 @@ class Admission:
         self._max_queue_seconds = max_queue_seconds
         self._max_batch_tokens = max_batch_tokens
         self._clock = clock
-        self._newcomers: deque[_Waiter] = deque()
-        self._holders: deque[_Waiter] = deque()
+        self._newcomers: _Line = OrderedDict()
+        self._holders: _Line = OrderedDict()
+        self._late: _Line = OrderedDict()
         self._closed: ServerError | None = None
         # Sum over requests of what each holds, a quarter batch at most: what fairness puts ahead of a small newcomer.
         self._fair_tokens = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._newcomers) + len(self._holders)
+        return len(self._newcomers) + len(self._holders) + len(self._late)
 
     @property
     def room_tokens(self) -> int:
@@ -102,7 +109,7 @@ class Admission:
         if self._closed is not None:
             raise self._closed
         waiter = _Waiter(asyncio.get_running_loop().create_future(), request, tokens, items, deadline)
-        (self._holders if request.held_items else self._newcomers).append(waiter)
+        (self._holders if request.held_items else self._newcomers)[waiter] = None
         try:
             self.wake()
             await asyncio.wait({waiter.future}, timeout=max(deadline - self._clock(), 0))
@@ -115,9 +122,8 @@ class Admission:
             waiter.future.result()
         finally:
             # Also when the caller left. Had it been let in meanwhile, its room is part of what the request holds.
-            for line in (self._newcomers, self._holders):
-                if waiter in line:
-                    line.remove(waiter)
+            for line in (self._newcomers, self._holders, self._late):
+                line.pop(waiter, None)
 
     def hold(self, request: Request, tokens: int, items: int) -> None:
         """Count tokens and items as held by a request; negative ones give room back. ``wake`` lets others in."""
@@ -131,37 +137,41 @@ class Admission:
 
     def wake(self) -> None:
         """Let in whoever has room now."""
-        if self._holders:
-            emptied = [waiter for waiter in self._holders if not waiter.request.held_items]
-            for waiter in emptied:
-                self._holders.remove(waiter)
-                self._newcomers.append(waiter)
-        if self._let_in(self._newcomers):
-            self._let_in(self._holders)
+        emptied = [waiter for waiter in self._holders if not waiter.request.held_items]
+        for waiter in emptied:
+            del self._holders[waiter]
+            self._newcomers[waiter] = None
+        if self._let_in(self._newcomers) and self._let_in(self._holders):
+            # Nobody else wants the room: the most patient of the late ones may make it now. If that one does not,
+            # the others are not looked at, or an overload would cost a look at everybody after every batch.
+            while self._late and self._makes_it(waiter := next(reversed(self._late))) and self._fits(waiter):
+                self._enter(self._late, waiter)
 
-    def _let_in(self, line: deque[_Waiter]) -> bool:
+    def _let_in(self, line: _Line) -> bool:
         """Let in from the front of a line; False when someone waits for nothing but room, whom nobody passes."""
-        place = 0
-        while len(line) > place:
-            waiter = line[place]
+        while line:
+            waiter = next(iter(line))
             if not self._makes_it(waiter):
-                place += 1  # stays for the case that the others leave
+                del line[waiter]
+                self._late[waiter] = None
             elif not self._fits(waiter):
                 return False
             else:
-                del line[place]
-                self.hold(waiter.request, waiter.tokens, waiter.items)
-                waiter.future.set_result(None)
+                self._enter(line, waiter)
         return True
+
+    def _enter(self, line: _Line, waiter: _Waiter) -> None:
+        del line[waiter]
+        self.hold(waiter.request, waiter.tokens, waiter.items)
+        waiter.future.set_result(None)
 
     def close(self, error: ServerError) -> None:
         """Refuse everyone from now on, and everyone who waits."""
         self._closed = error
-        for waiter in (*self._newcomers, *self._holders):
-            if not waiter.future.done():
+        for line in (self._newcomers, self._holders, self._late):
+            for waiter in line:
                 waiter.future.set_exception(error)
-        self._newcomers.clear()
-        self._holders.clear()
+            line.clear()
 
     def _fits(self, waiter: _Waiter) -> bool:
         if self.items == 0:
@@ -179,4 +189,4 @@ class Admission:
         if waiter.tokens <= self._max_batch_tokens // 4:
             # Half of each batch is for newcomers; one more batch is in flight.
             ahead = min(ahead, self._max_batch_tokens + 2 * self._fair_tokens)
-        return self._clock() + (ahead + waiter.tokens) / rate <= waiter.deadline
+        return self._clock() + CAUTION * (ahead + waiter.tokens) / rate <= waiter.deadline

@@ -51,6 +51,8 @@ class BatchLoop:
         self._on_stall = on_stall
         self._clock = clock
         self._has_work = asyncio.Event()
+        # When the last batch ended with more waiting: the gap until the next one is part of what a batch takes.
+        self._busy_since: float | None = None
 
     def notify(self) -> None:
         """Say that there are new waiting items."""
@@ -111,12 +113,14 @@ class BatchLoop:
         requests = self._deliver(batch, scored, seconds)
         self._admission.wake()
         self._observe(batch, scored, seconds, len(requests))
+        self._busy_since = start + seconds if self._waiting else None
 
     def _deliver(self, batch: Batch, scored: ScoredBatch, seconds: float) -> set[Request]:
         requests: set[Request] = set()
         if any(isinstance(outcome, float) for outcome in scored.outcomes):
             self.last_success = self._clock()
-            self._admission.rate.add(batch.num_tokens, seconds)
+            now = self._clock()
+            self._admission.rate.add(batch.num_tokens, now - (self._busy_since or now - seconds))
         for item, charge, outcome in zip(batch.items, batch.charges, scored.outcomes, strict=True):
             request = item.request
             if request not in requests:

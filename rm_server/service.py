@@ -282,8 +282,9 @@ class ScoringService:
         """Drop what still waits and give back what is held for it; the batch in flight gives back the rest itself."""
         self.waiting.discard(request)
         tokens, items = request.in_flight_tokens - request.held_tokens, request.in_flight_items - request.held_items
-        self.admission.hold(request, tokens, items)
-        self.admission.wake()
+        if items:
+            self.admission.hold(request, tokens, items)
+            self.admission.wake()
         self._open.discard(request)
         if not self._open:
             self._nothing_open.set()

@@ -201,7 +201,7 @@ def _suggestion(key: str, name: str, owner: type[BaseModel]) -> str:
     everywhere = dict(_all_keys(FitConfig))
     same = [dotted for dotted, leaf in everywhere.items() if leaf == name]
     if same:
-        return f"; did you mean {same[0]}?"
+        return f"; did you mean {' or '.join(same)}?"
     leaves = difflib.get_close_matches(name, list(everywhere.values()), n=1, cutoff=0.75)
     if leaves:
         return f"; did you mean {next(dotted for dotted, leaf in everywhere.items() if leaf == leaves[0])}?"

@@ -100,7 +100,7 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
             directory,
             accelerator,
             identity=_identity(config, fingerprint, accelerator),
-            resume=resume,
+            state=state,
             evaluate=evaluate,
             on_step=lambda step, total, line: advance(step / total, _describe(step, total, line)),
         )

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import get_scheduler
+from accelerate.utils import gather_object
 
 from rm_core.model import RewardModel
 from rm_train.batching import split_by_tokens, step_batches
 from rm_train.config import FitConfig
 from rm_train.encode import EncodedPair
 from rm_train.losses import pair_losses
-from rm_train.state import MetricsFile, load_state, load_trainable, save_state, trainable_state
+from rm_train.state import MetricsFile, load_trainable, save_state, trainable_state
 
 Evaluate = Callable[[], dict[str, float]]
 
@@ -45,6 +45,21 @@ def count_steps(config: FitConfig, num_pairs: int) -> int:
     return config.train.max_steps or config.train.epochs * -(-num_pairs // config.train.batch_size)
 
 
+def learning_rate_factor(done: int, num_steps: int, warmup_ratio: float, schedule: str) -> float:
+    """Factor on the learning rate of the step that follows ``done`` steps.
+
+    Warm-up rises in equal parts towards 1 and begins above zero, so that no step is done in vain; then comes the
+    schedule: ``linear`` or ``cosine`` fall to zero behind the last step, ``constant`` stays.
+    """
+    warmup = math.ceil(warmup_ratio * num_steps)
+    if done < warmup:
+        return (done + 1) / (warmup + 1)
+    progress = (done - warmup) / max(num_steps - warmup, 1)
+    if schedule == "linear":
+        return max(1.0 - progress, 0.0)
+    return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))) if schedule == "cosine" else 1.0
+
+
 def train(
     model: RewardModel,
     pairs: Sequence[EncodedPair],
@@ -53,33 +68,30 @@ def train(
     accelerator: Accelerator,
     *,
     identity: dict[str, Any],
-    resume: bool,
+    state: dict[str, Any] | None,
     evaluate: Evaluate,
     on_step: Callable[[int, int, dict[str, Any]], None],
 ) -> int:
     """Train ``model`` in place and return the number of steps done.
 
-    ``identity`` says what run this is (a resume must match it); ``evaluate`` scores the evaluation pairs; ``on_step``
-    is called as (steps done, steps in all, metrics) on the main process. Raises DivergedError and ResumeError.
+    ``identity`` says what run this is (a resume must match it); ``state`` is what an interrupted run saved, None to
+    start anew; ``evaluate`` scores the evaluation pairs; ``on_step`` is called as (steps done, steps in all, metrics)
+    on the main process. Raises DivergedError.
     """
     settings = config.train
     num_steps = count_steps(config, len(pairs))
     optimizer = _optimizer(model, config)
-    scheduler = get_scheduler(
-        settings.schedule,
-        optimizer,
-        num_warmup_steps=math.ceil(settings.warmup_ratio * num_steps),
-        num_training_steps=num_steps,
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: learning_rate_factor(done, num_steps, settings.warmup_ratio, settings.schedule)
     )
     torch.manual_seed(config.run.seed * 1_000_003 + accelerator.process_index)  # dropout differs between processes
     metrics = MetricsFile(directory / "metrics.jsonl") if accelerator.is_main_process else None
     step, best, waited = 0, None, 0
-    if resume:
-        state = load_state(directory, identity)
+    if state is not None:
         load_trainable(model.network, state["weights"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"][accelerator.process_index])
+        _set_rng(state["rng"][accelerator.process_index])
         step, best, waited = state["step"], state["best"], state["waited"]
         if metrics:
             metrics.cut(state["metrics_position"])
@@ -106,11 +118,10 @@ def train(
         model.network.train()
         totals = _forward_backward(network, accelerator, model, [pairs[index] for index in indices], config)
         if not math.isfinite(totals.loss):
-            raise DivergedError(
-                f"step {step + 1}: the loss is {totals.loss}; lower train.learning_rate (now {settings.learning_rate:g}), "
-                "or set model.dtype: float32"
-            )
-        norm = torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf)
+            raise DivergedError(f"step {step + 1}: the loss is {totals.loss}; {_cure(config)}")
+        norm = float(torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf))
+        if not math.isfinite(norm):
+            raise DivergedError(f"step {step + 1}: the gradient's norm is {norm}; {_cure(config)}")
         rate = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
@@ -123,7 +134,7 @@ def train(
             "loss": totals.loss,
             "accuracy": totals.correct,
             "margin": totals.margin,
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "learning_rate": rate,
             "pairs": len(indices),
             "tokens": totals.tokens,
@@ -149,13 +160,11 @@ def train(
                         "optimizer": optimizer.state_dict(),
                         "scheduler": scheduler.state_dict(),
                         "rng": rng,
-                        "metrics_position": metrics.position,
+                        "metrics_position": metrics.position(),
                     },
                 )
     if best is not None and settings.early_stopping_patience is not None:
         load_trainable(model.network, best["weights"])
-    if metrics:
-        metrics.close()
     return step
 
 
@@ -249,10 +258,23 @@ def _trainable(model: RewardModel) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.network.parameters() if parameter.requires_grad]
 
 
-def _gather_rng(accelerator: Accelerator) -> list[torch.Tensor]:
-    """Every process's generator state, in the order of the processes."""
-    mine = torch.get_rng_state()
+def _gather_rng(accelerator: Accelerator) -> list[dict[str, torch.Tensor]]:
+    """Every process's generator states, in the order of the processes."""
+    mine = {"cpu": torch.get_rng_state()}
+    if accelerator.device.type == "cuda":
+        mine["cuda"] = torch.cuda.get_rng_state()  # dropout on a GPU draws from its own generator
     if accelerator.num_processes == 1:
         return [mine]
-    gathered = accelerator.gather(mine.to(accelerator.device)[None]).cpu()
-    return list(gathered)
+    found = gather_object([(accelerator.process_index, mine)])
+    return [states for _, states in sorted(found, key=lambda item: item[0])]
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _cure(config: FitConfig) -> str:
+    rate = f"lower train.learning_rate (now {config.train.learning_rate:g})"
+    return rate if config.model.dtype == "float32" else f"{rate}, or set model.dtype: float32"

@@ -20,26 +20,27 @@ class ResumeError(ValueError):
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line per step or evaluation, flushed as written."""
+    """``metrics.jsonl``: one line per step or evaluation. Opened for each line, so that nothing stays open or unwritten."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._path = path
 
-    @property
     def position(self) -> int:
-        self._file.flush()
-        return self._file.tell()
+        """Where the next line goes. All before it is on the disk, so that a state may rely on it."""
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        with self._path.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
     def cut(self, position: int) -> None:
-        """Forget everything behind ``position``."""
-        self._file.truncate(position)
-
-    def close(self) -> None:
-        self._file.close()
+        """Forget everything behind ``position``. Raises ResumeError where the file is shorter than that."""
+        with self._path.open("ab") as file:
+            if file.tell() < position:
+                raise ResumeError(f"{self._path}: lines that belong to the saved state are missing; run without --resume")
+            file.truncate(position)
 
 
 def trainable_state(network: nn.Module) -> dict[str, torch.Tensor]:

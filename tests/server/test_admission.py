@@ -26,7 +26,9 @@ def door(max_tokens: int = 1000, max_items: int = 100, max_batch_tokens: int = 4
     return admission, clock
 
 
-async def start(admission: Admission, tokens: int, items: int = 1, request: Request | None = None, deadline: float = 60):
+async def start(
+    admission: Admission, tokens: int, items: int = 1, request: Request | None = None, deadline: float = 60
+):
     request = request or Request(items)
     task = asyncio.create_task(admission.admit(request, tokens, items, deadline))
     await settle()

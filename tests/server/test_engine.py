@@ -11,7 +11,7 @@ Serve = Callable[..., Any]
 
 
 async def test_64_concurrent_clients_get_their_own_rewards_in_order(
-    fake: Any, serve: Serve, score_of: Any, sample: Any
+    fake: Any, serve: Serve, score_of: Any, sample: Any, eventually: Any
 ) -> None:
     rng = random.Random(0)
     bodies = [
@@ -23,8 +23,7 @@ async def test_64_concurrent_clients_get_their_own_rewards_in_order(
         first = asyncio.create_task(client.post("/score", json={"input_ids": bodies[0]}))
         await fake.until_entered()
         others = [asyncio.create_task(client.post("/score", json={"input_ids": body})) for body in bodies[1:]]
-        while sample(service, "rm_requests_admitted_total") < 64:
-            await asyncio.sleep(0)
+        await eventually(lambda: sample(service, "rm_requests_admitted_total") == 64)
         fake.gate.set()
         responses = await asyncio.gather(first, *others)
         forwards = sample(service, "rm_batch_requests_count")
@@ -48,15 +47,16 @@ async def test_health_answers_during_a_long_forward_and_ready_stays_true(fake: A
         assert (await scoring).status_code == 200
 
 
-async def test_small_request_does_not_wait_behind_a_huge_one(fake: Any, serve: Serve, score_of: Any) -> None:
+async def test_small_request_does_not_wait_behind_a_huge_one(
+    fake: Any, serve: Serve, score_of: Any, eventually: Any
+) -> None:
     async with serve(fake, max_batch_tokens=512) as (client, service):
         fake.hold()
         huge_body = {"input_ids": [[n // 256, n % 256, *range(40)] for n in range(5000)]}
         huge = asyncio.create_task(client.post("/score", json=huge_body))
         await fake.until_entered()
         small = asyncio.create_task(client.post("/score", json={"input_ids": [[299, 1]]}))
-        while not service.waiting.newcomers:
-            await asyncio.sleep(0)
+        await eventually(lambda: bool(service.waiting.newcomers))
         before = len(fake.forwards)
         fake.gate.set()
         assert (await small).json()["rewards"] == [score_of([299, 1])]
@@ -68,15 +68,14 @@ async def test_small_request_does_not_wait_behind_a_huge_one(fake: Any, serve: S
     assert answer["rewards"] == [score_of(ids) for ids in huge_body["input_ids"]]
 
 
-async def test_single_answers_of_one_prompt_share_one_forward(fake: Any, serve: Serve, sample: Any) -> None:
+async def test_single_answers_of_one_prompt_share_one_forward(fake: Any, serve: Serve, eventually: Any) -> None:
     prompt = list(range(100))
     async with serve(fake) as (client, service):
         fake.hold()
         blocker = asyncio.create_task(client.post("/score", json={"input_ids": [[299]]}))
         await fake.until_entered()
         calls = [asyncio.create_task(client.post("/score", json={"input_ids": [[*prompt, n]]})) for n in range(8)]
-        while len(service.waiting) < 8:
-            await asyncio.sleep(0)
+        await eventually(lambda: len(service.waiting) == 8)
         fake.gate.set()
         responses = await asyncio.gather(*calls)
         await blocker
@@ -239,7 +238,8 @@ async def test_deadline_in_the_queue_is_answered_and_the_item_dropped(fake: Any,
 
 
 async def test_what_was_scored_before_the_deadline_is_answered(fake: Any, serve: Serve, score_of: Any) -> None:
-    async with serve(fake, max_batch_tokens=16) as (client, service):
+    async with serve(fake, max_batch_tokens=16) as (client, _):
+
         def hold_second(batch: list[list[int]]) -> None:
             if [2] * 16 in batch:
                 fake.hold()
@@ -253,7 +253,9 @@ async def test_what_was_scored_before_the_deadline_is_answered(fake: Any, serve:
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-async def test_overload_is_503_whether_items_come_in_a_list_or_one_by_one(fake: Any, serve: Serve, as_list: bool) -> None:
+async def test_overload_is_503_whether_items_come_in_a_list_or_one_by_one(
+    fake: Any, serve: Serve, as_list: bool
+) -> None:
     async with serve(fake, max_queued_items=4, max_batch_tokens=16, max_length=16) as (client, service):
         fake.hold()
         blocker = asyncio.create_task(client.post("/score", json={"input_ids": [[1] * 16] * 4}))
@@ -269,26 +271,28 @@ async def test_overload_is_503_whether_items_come_in_a_list_or_one_by_one(fake: 
         assert (await client.post("/score", json={"input_ids": [[2]]})).status_code == 200
 
 
-async def test_overloaded_caller_is_served_when_room_comes_before_its_deadline(fake: Any, serve: Serve) -> None:
+async def test_overloaded_caller_is_served_when_room_comes_before_its_deadline(
+    fake: Any, serve: Serve, eventually: Any
+) -> None:
     async with serve(fake, max_queued_items=1) as (client, service):
         fake.hold()
         blocker = asyncio.create_task(client.post("/score", json={"input_ids": [[1]]}))
         await fake.until_entered()
         waiting = asyncio.create_task(client.post("/score", json={"input_ids": [[2], [3], [4]]}))
-        while not service.admission.num_waiting:
-            await asyncio.sleep(0)
+        await eventually(lambda: service.admission.num_waiting == 1)
         fake.gate.set()
         assert [response.status_code for response in await asyncio.gather(blocker, waiting)] == [200, 200]
 
 
-async def test_drain_finishes_what_was_admitted_and_refuses_the_rest(fake: Any, serve: Serve, score_of: Any) -> None:
+async def test_drain_finishes_what_was_admitted_and_refuses_the_rest(
+    fake: Any, serve: Serve, score_of: Any, eventually: Any
+) -> None:
     async with serve(fake, max_queued_items=2) as (client, service):
         fake.hold()
         admitted = asyncio.create_task(client.post("/score", json={"input_ids": [[1], [2]]}))
         await fake.until_entered()
         waiting = asyncio.create_task(client.post("/score", json={"input_ids": [[3]]}))
-        while not service.admission.num_waiting:
-            await asyncio.sleep(0)
+        await eventually(lambda: service.admission.num_waiting == 1)
         draining = asyncio.create_task(service.drain(grace_seconds=30))
         assert (await waiting).json()["error"]["type"] == "draining"
         for response in (await client.post("/score", json={"input_ids": [[4]]}), await client.get("/ready")):
@@ -311,7 +315,7 @@ async def test_after_the_grace_period_nobody_is_left_hanging(fake: Any, serve: S
 
 
 async def test_ready_turns_false_when_forwards_fail_and_true_again_when_they_do_not(
-    fake: Any, serve: Serve, sample: Any
+    fake: Any, serve: Serve, sample: Any, eventually: Any
 ) -> None:
     async with serve(fake, probe_seconds=0.01, ready_seconds=0.05) as (client, service):
 
@@ -319,19 +323,19 @@ async def test_ready_turns_false_when_forwards_fail_and_true_again_when_they_do_
             raise RuntimeError("device lost")
 
         fake.before = broken
-        while (response := await client.get("/ready")).status_code == 200:
-            await asyncio.sleep(0)
+        await eventually(lambda: service.why_not_ready() is not None)
+        response = await client.get("/ready")
+        assert response.status_code == 503
         assert response.json()["error"]["type"] == "not_ready"
         assert (await client.get("/health")).status_code == 200
         fake.before = lambda batch: None
-        while (await client.get("/ready")).status_code != 200:
-            await asyncio.sleep(0)
+        await eventually(lambda: service.why_not_ready() is None)
         assert sample(service, "rm_probes_total", outcome="failed") > 0
         assert sample(service, "rm_probes_total", outcome="succeeded") > 0
 
 
 async def test_stuck_forward_makes_it_not_ready_and_tells_the_supervisor(fake: Any, serve: Serve, sample: Any) -> None:
-    async with serve(fake, stall_seconds=0.01) as (client, service):
+    async with serve(fake, stall_seconds=0.1) as (client, service):
         stalled = asyncio.Event()
         service.exit_on_stall = stalled.set
         fake.hold()
@@ -339,7 +343,7 @@ async def test_stuck_forward_makes_it_not_ready_and_tells_the_supervisor(fake: A
         await asyncio.wait_for(stalled.wait(), 10)
         response = await client.get("/ready")
         assert (response.status_code, response.json()["error"]["type"]) == (503, "not_ready")
-        assert sample(service, "rm_stalls_total") == 1
+        assert sample(service, "rm_stalls_total") >= 1
         fake.gate.set()
         assert (await scoring).status_code == 200
         assert (await client.get("/ready")).status_code == 200

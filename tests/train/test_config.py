@@ -85,7 +85,7 @@ def test_short_form_of_a_source_may_name_a_split(tmp_path: Path) -> None:
     ("addition", "message"),
     [
         ("train: {learning_rat: 1}", "train.learning_rat: unknown key; did you mean train.learning_rate?"),
-        ("learning_rate: 1", "learning_rate: unknown key; did you mean train.learning_rate?"),
+        ("learning_rate: 1", "learning_rate: unknown key; did you mean head.learning_rate or train.learning_rate?"),
         ("trian: {}", "trian: unknown key; did you mean train?"),
         ("head: {xyz: 1}", "head.xyz: unknown key; known here: learning_rate, init_scale"),
         ("train: {epochs: many}", "train.epochs: must be a valid integer"),
@@ -179,7 +179,7 @@ def test_data_and_config_modules_do_not_import_torch() -> None:
     modules = "config_file, data, baselines, metrics, comparisons, doctor"
     code = (
         f"import sys; from rm_train import {modules}; "
-        "sys.exit(', '.join(m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules))"
+        "sys.exit(', '.join(m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

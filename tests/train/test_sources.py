@@ -96,7 +96,7 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1}\n{"a": 2}]', 2, "a comma or the list's end is missing"),
         ("a.json", b'[{"a": 1},\n3]', 2, "must be an object with named fields, not a number"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', 2, "is not valid UTF-8"),
-        ("a.json", b'[{"a": 1}\n', 1, "is not valid JSON"),
+        ("a.json", b'[{"a": 1}\n', 2, "is not valid JSON"),
         ("a.json", b'[{"a": 1}]\nx', 1, "something follows the list"),
         ("a.json", b'"text"', 1, "must be a JSON list of objects"),
         ("a.csv", b"a,b\n1,2\n3\n", 3, "has 1 fields, the header has 2"),

@@ -1,0 +1,278 @@
+"""Score sequences over their token tree in forward passes under a token budget, with and into a prefix cache.
+
+The rule: sequences are taken in sorted order, which is the tree's depth-first order, as many for a pass as fit the
+budget after sharing. What the next pass shares with this one is carried over as keys and values. A sequence that alone
+exceeds the budget is computed in pieces, each carried to the next.
+
+Invariant: a reward does not depend on where the passes were cut, beyond rounding.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rm_core.attention import Prefix, TreePlan
+from rm_core.network import RewardNetwork
+from rm_core.prefix_cache import CachedPrefix, Key, PrefixCache, concatenate, usable_length
+from rm_core.tree import MIN_SHARED, Segment, build_tree, shared_length
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rewards fp32 [B]; for each sequence the tokens that were computed for it: its share of what it has in common."""
+
+    rewards: np.ndarray
+    computed_tokens: np.ndarray
+    """float64 [B]; sums to the tokens that went through the model."""
+    cached_tokens: int
+    """Tokens, over all distinct sequences, whose keys and values came from the cache."""
+
+
+@dataclass
+class _Row:
+    """One pass: a packed row made of one tree for each prefix."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    plan: TreePlan
+    last: np.ndarray
+    sharers: np.ndarray
+    """How many sequences each packed token belongs to."""
+    segment_of: np.ndarray
+
+
+def score_in_passes(
+    network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int, cache: PrefixCache | None
+) -> Scored:
+    """Score ``sequences`` (none empty). Call it under ``torch.inference_mode``."""
+    keys = [tuple(ids) for ids in sequences]
+    order = sorted(set(keys))
+    rewards: dict[Key, float] = {}
+    computed: dict[Key, float] = dict.fromkeys(order, 0.0)
+    carried: CachedPrefix | None = None
+    cached_tokens = 0
+    start = 0
+    while start < len(order):
+        found = [_find(cache, carried, order[start])]
+        entry, length = found[0] or (None, 0)
+        if len(order[start]) - length > max_tokens:
+            ids = order[start]
+            carried = _compute_piece(network, ids, entry, length, max_tokens)
+            computed[ids] += max_tokens
+            continue
+        end, found = _take(order, start, found, max_tokens, cache, carried)
+        batch = order[start:end]
+        row = _pack(batch, found)
+        shared_next = shared_length(batch[-1], order[end]) if end < len(order) else 0
+        wanted = _paths_to_keep(batch, found, row, cache, shared_next)
+        row.plan.keep = [torch.from_numpy(rows).to(network.device) for _, _, rows in wanted]
+        hidden = network.run_tree(row.ids, row.positions, row.plan)
+        pooled = hidden[torch.from_numpy(row.last).to(hidden.device)]
+        rewards.update(zip(batch, network.project(pooled).float().cpu().tolist(), strict=True))
+        for ids, tokens in zip(batch, _shares(row, len(batch)), strict=True):
+            computed[ids] += tokens
+        for hit in found:
+            if hit is not None:
+                cached_tokens += hit[1] if hit[0] is not carried else 0
+        carried = _keep(wanted, row, found, batch, cache, shared_next)
+        start = end
+    fan_out = Counter(keys)
+    return Scored(
+        np.array([rewards[ids] for ids in keys], dtype=np.float32),
+        np.array([computed[ids] / fan_out[ids] for ids in keys]),
+        cached_tokens,
+    )
+
+
+def score_padded(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int) -> Scored:
+    """The same for models without a tree: padded rows, like lengths together, under the budget."""
+    rewards = np.zeros(len(sequences), dtype=np.float32)
+    batches: list[list[int]] = []
+    for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True):
+        if batches and network.batch_tokens([sequences[i] for i in [*batches[-1], index]]) <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    for batch in batches:
+        rewards[batch] = network([sequences[index] for index in batch]).float().cpu().numpy()
+    return Scored(rewards, np.array([float(len(ids)) for ids in sequences]), 0)
+
+
+Hit = tuple[CachedPrefix, int] | None
+
+
+def _find(cache: PrefixCache | None, carried: CachedPrefix | None, ids: Key) -> Hit:
+    """The longest known beginning of ``ids``: carried from the pass before, or from the cache."""
+    hit = cache.find(ids) if cache is not None else None
+    if carried is not None:
+        length = usable_length(shared_length(carried.ids, ids), ids)
+        if length > (hit[1] if hit else 0):
+            return carried, length
+    return hit
+
+
+def _take(
+    order: list[Key],
+    start: int,
+    found: list[Hit],
+    max_tokens: int,
+    cache: PrefixCache | None,
+    carried: CachedPrefix | None,
+) -> tuple[int, list[Hit]]:
+    """How far from ``start`` one pass reaches, and each sequence's known beginning. At least one sequence."""
+    tokens = len(order[start]) - (found[0][1] if found[0] else 0)
+    end = start + 1
+    while end < len(order):
+        hit = _find(cache, carried, order[end])
+        known = max(hit[1] if hit else 0, _shared_in_pass(order[end - 1], order[end], found[-1], hit))
+        if tokens + len(order[end]) - known > max_tokens:
+            break
+        tokens += len(order[end]) - known
+        found.append(hit)
+        end += 1
+    return end, found
+
+
+def _shared_in_pass(before: Key, ids: Key, hit_before: Hit, hit: Hit) -> int:
+    """What two neighbours of one pass share: they must stand under the same prefix, and the run must pay."""
+    if _same(hit_before, hit):
+        shared = shared_length(before, ids)
+        own = shared - (hit[1] if hit else 0)
+        return shared if own >= MIN_SHARED else 0
+    return 0
+
+
+def _same(first: Hit, second: Hit) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first[0] is second[0] and first[1] == second[1]
+
+
+def _pack(batch: list[Key], found: list[Hit]) -> _Row:
+    """Lay the sequences' remainders out: one tree for each run of sequences under one prefix."""
+    ids, positions, last, sharers = [], [], [], []
+    segments: list[Segment] = []
+    prefixes: list[Prefix] = []
+    offset = longest = at = 0
+    while at < len(batch):
+        end = at + 1
+        while end < len(batch) and _same(found[at], found[end]):
+            end += 1
+        hit = found[at]
+        known = hit[1] if hit else 0
+        tree = build_tree([ids_[known:] for ids_ in batch[at:end]])
+        base = len(segments)
+        segments += [
+            Segment(s.parent + base if s.parent >= 0 else -1, s.start + offset, s.length, s.position,
+                    s.end_of_descendants + offset)
+            for s in tree.segments
+        ]  # fmt: skip
+        if hit is not None:
+            prefixes.append(Prefix(offset, offset + tree.num_tokens, known, hit[0].layers))
+        ids.append(tree.ids)
+        positions.append(tree.positions + known)
+        last.append(tree.last + offset)
+        longest = max(longest, known + int(tree.positions.max()) + 1)
+        offset += tree.num_tokens
+        at = end
+    plan = TreePlan(segments, longest, prefixes)
+    lasts = np.concatenate(last)
+    segment_of = np.repeat(np.arange(len(segments)), [s.length for s in segments])
+    counts = np.zeros(len(segments))
+    np.add.at(counts, segment_of[lasts], 1)
+    for index in range(len(segments) - 1, -1, -1):
+        if segments[index].parent >= 0:
+            counts[segments[index].parent] += counts[index]
+    sharers = counts[segment_of]
+    return _Row(np.concatenate(ids), np.concatenate(positions), plan, lasts, sharers, segment_of)
+
+
+def _rows_of(row: _Row, sequence: int) -> np.ndarray:
+    """Packed rows of a sequence's computed tokens, in order."""
+    segments = row.plan.segments
+    index = int(row.segment_of[row.last[sequence]])
+    runs = []
+    while index >= 0:
+        runs.append(np.arange(segments[index].start, segments[index].end))
+        index = segments[index].parent
+    return np.concatenate(runs[::-1])
+
+
+def _shares(row: _Row, num_sequences: int) -> list[float]:
+    """Computed tokens of each sequence, shared ones divided among those who share them."""
+    segments = row.plan.segments
+    own = np.array([s.length / row.sharers[s.start] for s in segments])
+    for index, segment in enumerate(segments):
+        if segment.parent >= 0:
+            own[index] += own[segment.parent]
+    return [float(own[row.segment_of[row.last[sequence]]]) for sequence in range(num_sequences)]
+
+
+def _paths_to_keep(
+    batch: list[Key], found: list[Hit], row: _Row, cache: PrefixCache | None, shared_next: int
+) -> list[tuple[int, int, np.ndarray]]:
+    """(sequence, length, packed rows) of each beginning to keep: for the cache, and last for the next pass.
+
+    A beginning that sequences of this pass share is kept as far as they share it; a lonely sequence, of which little
+    was known, is kept whole, since where it will part from later ones is not known yet.
+    """
+    wanted: list[tuple[int, int, np.ndarray]] = []
+    seen: set[int] = set()
+    for sequence, ids in enumerate(batch if cache is not None else []):
+        known = found[sequence][1] if found[sequence] else 0  # type: ignore[index]
+        index = int(row.segment_of[row.last[sequence]])
+        parent = row.plan.segments[index].parent
+        if parent >= 0:
+            segment = row.plan.segments[parent]
+            length = known + segment.position + segment.length
+        elif known < len(ids) // 2:
+            parent, length = index, len(ids)
+        else:
+            continue
+        if parent not in seen and length >= MIN_SHARED:
+            seen.add(parent)
+            wanted.append((sequence, length, _rows_of(row, sequence)[: length - known]))
+    known = found[-1][1] if found[-1] else 0
+    covered = any(length >= shared_next and batch[i][:shared_next] == batch[-1][:shared_next] for i, length, _ in wanted)
+    if shared_next > known and shared_next >= MIN_SHARED and not covered:
+        wanted.append((len(batch) - 1, shared_next, _rows_of(row, len(batch) - 1)[: shared_next - known]))
+    return wanted
+
+
+def _keep(
+    wanted: list[tuple[int, int, np.ndarray]],
+    row: _Row,
+    found: list[Hit],
+    batch: list[Key],
+    cache: PrefixCache | None,
+    shared_next: int,
+) -> CachedPrefix | None:
+    """Put kept beginnings into the cache; return what the next pass carries on."""
+    last_hit = found[-1]
+    carried = last_hit[0] if last_hit is not None and shared_next >= MIN_SHARED else None
+    for (sequence, length, _), layers in zip(wanted, row.plan.kept, strict=True):
+        hit = found[sequence]
+        whole = tuple(layers) if hit is None else concatenate(hit[0].layers, hit[1], layers)
+        entry = CachedPrefix(batch[sequence][:length], whole)
+        if length >= shared_next >= MIN_SHARED and entry.ids[:shared_next] == batch[-1][:shared_next]:
+            carried = entry
+        if cache is not None:
+            cache.add(entry)
+    return carried
+
+
+def _compute_piece(
+    network: RewardNetwork, ids: Key, entry: CachedPrefix | None, length: int, max_tokens: int
+) -> CachedPrefix:
+    """Compute the next ``max_tokens`` of a sequence behind its known beginning, for their keys and values alone."""
+    piece = np.asarray(ids[length : length + max_tokens], dtype=np.int64)
+    plan = TreePlan([Segment(-1, 0, len(piece), 0, len(piece))], length + len(piece))
+    if entry is not None:
+        plan.prefixes = [Prefix(0, len(piece), length, entry.layers)]
+    plan.keep = [torch.arange(len(piece), device=network.device)]
+    network.run_tree(piece, np.arange(length, length + len(piece)), plan)
+    layers = tuple(plan.kept[0]) if entry is None else concatenate(entry.layers, length, plan.kept[0])
+    return CachedPrefix(ids[: length + len(piece)], layers)

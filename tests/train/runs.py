@@ -1,0 +1,106 @@
+"""Small runs for the tests of training: pairs, configs, a quiet reporter, and everything deterministic in fp32."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rm_train.config import FitConfig
+
+WORDS = "river stone seven lamp under quiet maple orbit copper violet thunder basket winter sugar".split()
+
+
+class Quiet:
+    """A reporter that remembers what was said; ``at_progress`` may interrupt the training bar."""
+
+    def __init__(self, at_progress: Callable[..., None] = lambda *args: None) -> None:
+        self.said: list[str] = []
+        self.at_progress = at_progress
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Callable[..., None]]:
+        yield self.at_progress if title == "training" else lambda *args: None
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the trainer may catch it."""
+
+
+def text_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of different lengths with distinct prompts."""
+    draw = random.Random(seed)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+    return [
+        {"prompt": f"Q{index} {words(1, 4)}? ", "chosen": words(1, 6), "rejected": words(1, 6)} for index in range(count)
+    ]
+
+
+def chat_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The same as conversations."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"]}],
+            "rejected": [{"role": "assistant", "content": row["rejected"]}],
+        }
+        for row in text_rows(count, seed)
+    ]
+
+
+def learnable_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The better answer is the one that contains a z, and nothing else tells the two apart."""
+    draw = random.Random(seed)
+    rows = []
+    for index in range(count):
+        letters = ["".join(draw.choices("abcdefgh ", k=8)) for _ in range(2)]
+        place = draw.randrange(8)
+        rows.append(
+            {
+                "prompt": f"{index}: ",
+                "chosen": letters[0][:place] + "z" + letters[0][place:],
+                "rejected": letters[1][:place] + "y" + letters[1][place:],
+            }
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_config(base: Path, directory: Path, pairs: Path, held_out: Path | None = None, **sections: Any) -> FitConfig:
+    """A short fp32 run. ``sections`` are laid over the defaults here, such as ``train={"max_steps": 3}``."""
+    values: dict[str, Any] = {
+        "run": {"name": "run", "output_dir": str(directory / "runs")},
+        "model": {"base": str(base), "dtype": "float32", "max_length": 128},
+        "lora": {"r": 4, "alpha": 8},
+        "data": {"train": [str(pairs)], "eval": [str(held_out)] if held_out else None},
+        "train": {"batch_size": 4, "max_tokens": 4096, "learning_rate": 1e-3, "warmup_ratio": 0.0},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return FitConfig.model_validate(values)
+
+
+def metric_lines(run: Path, *, wall_clock: bool = False) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if not wall_clock:
+        for line in lines:
+            line.pop("seconds", None)
+    return lines
+
+
+def weights_of(checkpoint: Path) -> dict[str, Any]:
+    """All tensors of a written checkpoint."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
