@@ -47,7 +47,12 @@ class _Row:
 def score_in_passes(
     network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int, cache: PrefixCache | None
 ) -> Scored:
-    """Score ``sequences`` (none empty). Call it under ``torch.inference_mode``."""
+    """Score ``sequences`` (none empty). Call it under ``torch.inference_mode``.
+
+    A budget below MIN_SHARED is raised to it: known beginnings come in multiples of that, so a smaller piece would
+    never be taken over.
+    """
+    max_tokens = max(max_tokens, MIN_SHARED)
     keys = [tuple(ids) for ids in sequences]
     order = sorted(set(keys))
     rewards: dict[Key, float] = {}
@@ -60,8 +65,9 @@ def score_in_passes(
         entry, length = found[0] or (None, 0)
         if len(order[start]) - length > max_tokens:
             ids = order[start]
-            carried = _compute_piece(network, ids, entry, length, max_tokens)
-            computed[ids] += max_tokens
+            piece = max_tokens - max_tokens % MIN_SHARED
+            carried = _compute_piece(network, ids, entry, length, piece)
+            computed[ids] += piece
             continue
         end, found = _take(order, start, found, max_tokens, cache, carried)
         batch = order[start:end]
@@ -265,10 +271,10 @@ def _keep(
 
 
 def _compute_piece(
-    network: RewardNetwork, ids: Key, entry: CachedPrefix | None, length: int, max_tokens: int
+    network: RewardNetwork, ids: Key, entry: CachedPrefix | None, length: int, num_tokens: int
 ) -> CachedPrefix:
-    """Compute the next ``max_tokens`` of a sequence behind its known beginning, for their keys and values alone."""
-    piece = np.asarray(ids[length : length + max_tokens], dtype=np.int64)
+    """Compute the next ``num_tokens`` of a sequence behind its known beginning, for their keys and values alone."""
+    piece = np.asarray(ids[length : length + num_tokens], dtype=np.int64)
     plan = TreePlan([Segment(-1, 0, len(piece), 0, len(piece))], length + len(piece))
     if entry is not None:
         plan.prefixes = [Prefix(0, len(piece), length, entry.layers)]
