@@ -81,10 +81,10 @@ def tree_attention(
     """Attention output [1, N, Q, D] of a packed row. Differentiable in query, key and value (without a prefix)."""
     plan.calls += 1
     layer = int(getattr(module, "layer_idx", 0))
-    for path, rows in enumerate(plan.keep):
+    for path, kept_rows in enumerate(plan.keep):
         if len(plan.kept) <= path:
             plan.kept.append([])
-        keys, values = (x_1KND[0].index_select(1, rows).transpose(0, 1).contiguous() for x_1KND in (key_1KND, value_1KND))
+        keys, values = (x[0].index_select(1, kept_rows).transpose(0, 1).contiguous() for x in (key_1KND, value_1KND))
         plan.kept[path].append(LayerKV(keys, values))
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     if query_1QND.device.type == "cuda":
@@ -217,9 +217,9 @@ def _by_segment(
     repeats = query.shape[1] // key.shape[1]
     lengths = [segment.length for segment in plan.segments]
     # split and cat copy once; their backward does too, where slicing would add into a full-size zero tensor
-    keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)
+    keys, values = torch.split(key, lengths, dim=2), torch.split(value, lengths, dim=2)
     outputs = []
-    for index, (segment, q) in enumerate(zip(plan.segments, query.split(lengths, dim=2), strict=True)):
+    for index, (segment, q) in enumerate(zip(plan.segments, torch.split(query, lengths, dim=2), strict=True)):
         chain = [index]
         while (parent := plan.segments[chain[-1]].parent) >= 0:
             chain.append(parent)
@@ -268,6 +268,7 @@ def _flex(
         masks[window] = tree_block_mask(plan, query.shape[2], query.device, window)
 
     def cap(score: torch.Tensor, *_: Any) -> torch.Tensor:
+        assert softcap is not None
         return torch.tanh(score / softcap) * softcap
 
     output: torch.Tensor = _compiled_flex()(

@@ -210,6 +210,11 @@ class RewardModel:
         return self.compute.reason
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether common prefixes of a batch are computed once."""
+        return self.sharing_off is None
+
+    @property
     def sharing_off(self) -> str | None:
         """Why common prefixes are not shared (the reason in words), or None where they are."""
         return self.network.tree_off

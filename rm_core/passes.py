@@ -159,7 +159,9 @@ def _same(first: Hit, second: Hit) -> bool:
 
 def _pack(batch: list[Key], found: list[Hit]) -> _Row:
     """Lay the sequences' remainders out: one tree for each run of sequences under one prefix."""
-    ids, positions, last, sharers = [], [], [], []
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    last: list[np.ndarray] = []
     segments: list[Segment] = []
     prefixes: list[Prefix] = []
     offset = longest = at = 0
@@ -192,8 +194,7 @@ def _pack(batch: list[Key], found: list[Hit]) -> _Row:
     for index in range(len(segments) - 1, -1, -1):
         if segments[index].parent >= 0:
             counts[segments[index].parent] += counts[index]
-    sharers = counts[segment_of]
-    return _Row(np.concatenate(ids), np.concatenate(positions), plan, lasts, sharers, segment_of)
+    return _Row(np.concatenate(ids), np.concatenate(positions), plan, lasts, counts[segment_of], segment_of)
 
 
 def _rows_of(row: _Row, sequence: int) -> np.ndarray:

@@ -44,7 +44,12 @@ def calibrate(
     source = locate(path)
     if output is None and source.revision is not None:
         raise CheckpointError(f"{path}: lies in the hub's cache; name a directory of your own with --output")
-    target = output or source.directory
+    target = source.directory
+    if output is not None and output.resolve() != source.directory.resolve():
+        target = output
+        _check_new(target)
+        if source.directory.resolve() in target.resolve().parents:
+            raise CheckpointError(f"{target}: lies inside the model's own folder; name another --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     model = RewardModel.load(path, dtype="float32", verify=False)
     rules = Renderer.for_tokenizer(model.tokenizer, text_as=text_as, end=end).rules
@@ -78,6 +83,7 @@ def merge(path: str, output: Path, dtype: Literal["float32", "bfloat16"]) -> tup
     Returns the new record and the largest difference between the golden scores of the two, in reward units. Raises
     CheckpointError where that is more than the checkpoint's own tolerance for ``dtype``.
     """
+    _check_new(output)
     model = RewardModel.load(path, dtype="float32")
     conversations = [ids for _, ids in golden_ids(model.renderer, model.max_length)]
     before = _score_each(model, conversations)
@@ -109,6 +115,14 @@ def merge(path: str, output: Path, dtype: Literal["float32", "bfloat16"]) -> tup
         data={**(old.data if old else {}), "merged_from": model.reward_id},
     )
     return record, largest
+
+
+def _check_new(directory: Path) -> None:
+    """Refuse to write over anything but an empty directory."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    if directory.exists():
+        raise CheckpointError(f"{directory}: exists already; name a new directory")
 
 
 def _score_each(model: RewardModel, sequences: list[list[int]]) -> np.ndarray:

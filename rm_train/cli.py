@@ -16,7 +16,6 @@ from rm_core.smollm2 import BundledModelError
 app = typer.Typer(
     name="rm-train",
     help="Train, evaluate and convert Bradley-Terry reward models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -89,7 +88,8 @@ def score(
 
     try:
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        lines = raw.decode("utf-8").splitlines()
+        # not splitlines(): JSON strings may hold U+2028 and its like, which that takes for line ends
+        lines = raw.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(file, f"cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -160,6 +160,7 @@ def calibrate(
 
 
 def _score(model: Any, data: list[str], max_tokens: int, limit: int | None) -> tuple[Any, Any]:
+    from rm_core.checkpoint import CheckpointError
     from rm_train.console import ConsoleReporter
     from rm_train.data import draw, read_pairs
     from rm_train.encode import encode_pairs
@@ -173,7 +174,10 @@ def _score(model: Any, data: list[str], max_tokens: int, limit: int | None) -> t
     with reporter.bar("tokenising", len(pairs)) as advance:
         encoded = encode_pairs(pairs, model.renderer, model.max_length, lambda: advance(1))
     with reporter.bar("scoring", 2 * len(pairs)) as advance:
-        return encoded, score_pairs(model, encoded, max_tokens=max_tokens, progress=advance)
+        rewards = score_pairs(model, encoded, max_tokens=max_tokens, progress=advance)
+    if rewards.num_not_finite:
+        raise CheckpointError(f"{model.name}: {rewards.num_not_finite} of {2 * len(pairs)} rewards are NaN or infinite")
+    return encoded, rewards
 
 
 def _dtype(name: str) -> Any:
@@ -185,31 +189,36 @@ def _dtype(name: str) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, turn users' errors into one line and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        app(args=arguments, standalone_mode=False)
-    except typer.Exit as exit_:
-        sys.exit(exit_.exit_code)
+        # outside its stand-alone mode typer answers with the code of an Exit instead of raising it
+        code = app(args=given or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:
-        if not _is_users(error):
+        message = _message_for_user(error)
+        if message is None:
             raise
-        message = getattr(error, "format_message", lambda: str(error))()
         print(f"rm-train: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
+    if code:
+        sys.exit(code)
 
 
-def _is_users(error: Exception) -> bool:
-    """Whether an error is the user's to mend: those are one line each, everything else is our bug and keeps its trace."""
-    import click
-
+def _message_for_user(error: Exception) -> str | None:
+    """What to tell about an error that is the user's to mend; None for a bug of ours, which keeps its trace."""
+    from rm_core.chat import RenderError
     from rm_train.config_file import ConfigError
     from rm_train.rows import DataError
 
-    known: tuple[type[Exception], ...] = (click.ClickException, ConfigError, DataError, BundledModelError)
+    if hasattr(error, "format_message"):  # wrong usage: click's exceptions, which typer brings along under other names
+        return str(error.format_message())
+    if isinstance(error, OSError):  # a full disk, a directory that may not be written
+        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    known: tuple[type[Exception], ...] = (ConfigError, DataError, BundledModelError, RenderError)
     if "torch" in sys.modules:
         from rm_core.checkpoint import CheckpointError
         from rm_core.loading import LoadError
@@ -217,7 +226,9 @@ def _is_users(error: Exception) -> bool:
         from rm_train.state import ResumeError
 
         known = (*known, CheckpointError, LoadError, DivergedError, ResumeError)
-    return isinstance(error, known) or (isinstance(error, ValueError) and str(error).startswith("device:"))
+    if isinstance(error, known) or (isinstance(error, ValueError) and str(error).startswith("device:")):
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ class Rewards:
     chosen: np.ndarray
     rejected: np.ndarray
 
+    @property
+    def num_not_finite(self) -> int:
+        """How many are NaN or infinite: no report can be made of them."""
+        return int((~np.isfinite(self.chosen)).sum() + (~np.isfinite(self.rejected)).sum())
+
     @classmethod
     def interleave(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Rewards":
         """Put the shares of several processes together: process p scored pairs p, p + n, p + 2n, …"""

@@ -4,6 +4,8 @@ Invariant: what the checkpoint says was measured was measured on the files in it
 model where the config says so.
 """
 
+import dataclasses
+import difflib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,18 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import peft
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import gather_object
 
 from rm_core.checkpoint import CheckpointRecord, Measured, write_checkpoint
+from rm_core.hardware import choose_compute
 from rm_core.model import RewardModel
 from rm_train.baselines import bag_of_words_accuracy
 from rm_train.config import FitConfig, dump_resolved
+from rm_train.config_file import ConfigError
 from rm_train.data import FitData, data_fingerprint, load_fit_data
 from rm_train.encode import EncodedPair, count_truncated, encode_pairs
 from rm_train.evaluation import Rewards, measured, quick_metrics, score_pairs
-from rm_train.loop import train
+from rm_train.loop import DivergedError, train
+from rm_train.rows import first_line
+from rm_train.state import forget_state, load_state
 
 
 class Reporter(Protocol):
@@ -50,6 +58,7 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     Under ``torchrun`` or ``accelerate launch`` every process calls this; the first one writes, the others return a
     result without a record. Raises DataError, ConfigError, CheckpointError, DivergedError or ResumeError, each one line.
     """
+    _check_trackers(config.train.report_to)
     accelerator = Accelerator(
         log_with=list(config.train.report_to) or None,
         project_dir=str(_run_directory(config)),
@@ -57,23 +66,13 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     )
     directory = _run_directory(config)
     say = reporter.say if accelerator.is_main_process else lambda text: None
-    if accelerator.is_main_process:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(dump_resolved(config), encoding="utf-8")
-    accelerator.wait_for_everyone()
 
     data = load_fit_data(config.data, config.run.seed)
     say(f"data: {len(data.train)} training and {len(data.eval)} evaluation pairs{_warnings(data)}")
-    model = RewardModel.for_training(
-        config.model.base,
-        revision=config.model.revision,
-        lora=_lora_options(config),
-        seed=config.run.seed,
-        head_init_scale=config.head.init_scale,
-        dtype=config.model.dtype,
-        device=str(accelerator.device),
-        text_as=config.model.text_as,
-    )
+    fingerprint = {"train": data_fingerprint(data.train), "eval": data_fingerprint(data.eval)}
+    identity = _identity(config, fingerprint, accelerator)
+    state = load_state(directory, identity) if resume else None
+    model = _build_model(config, str(accelerator.device))
     if config.model.gradient_checkpointing:
         model.network.use_gradient_checkpointing()
     trainable = sum(p.numel() for p in model.network.parameters() if p.requires_grad)
@@ -85,10 +84,15 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     for name, encoded in (("training", train_pairs), ("evaluation", eval_pairs)):
         if cut := count_truncated(encoded):
             say(f"{name}: {cut} of {len(encoded)} pairs are over {limit} tokens and lost the start of their prompts")
-    fingerprint = {"train": data_fingerprint(data.train), "eval": data_fingerprint(data.eval)}
+    if accelerator.is_main_process:
+        # Not before everything is known to fit: a run that is refused must leave an earlier one as it was.
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(dump_resolved(config), encoding="utf-8")
+        if state is None:
+            forget_state(directory)
 
     def evaluate() -> dict[str, float]:
-        return quick_metrics(_score_on_all_processes(model, eval_pairs, config, accelerator))
+        return quick_metrics(_finite(_score_on_all_processes(model, eval_pairs, config, accelerator), config))
 
     if config.train.report_to:
         accelerator.init_trackers("betterthan", config=_flat(json.loads(dump_resolved(config))))
@@ -99,7 +103,7 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
             config,
             directory,
             accelerator,
-            identity=_identity(config, fingerprint, accelerator),
+            identity=identity,
             state=state,
             evaluate=evaluate,
             on_step=lambda step, total, line: advance(step / total, _describe(step, total, line)),
@@ -143,7 +147,7 @@ def _measure(
         with reporter.bar("evaluating", 2 * len(eval_pairs)) as advance:
             rewards = score_pairs(reloaded, eval_pairs, max_tokens=config.train.max_tokens, progress=advance)
     dtype = reloaded.dtype if in_training is None else "compute"
-    return measured(rewards, eval_pairs, {"dtype": dtype, "bag_of_words": bag_of_words_accuracy(data.train, data.eval)})
+    return measured(_finite(rewards, config), eval_pairs, {"dtype": dtype, "bag_of_words": bag_of_words_accuracy(data.train, data.eval)})
 
 
 def _score_on_all_processes(
@@ -161,10 +165,52 @@ def _score_on_all_processes(
     return Rewards.interleave([part[1:] for part in sorted(parts, key=lambda part: part[0])])
 
 
+def _finite(rewards: Rewards, config: FitConfig) -> Rewards:
+    if rewards.num_not_finite:
+        raise DivergedError(
+            f"evaluation: {rewards.num_not_finite} rewards are NaN or infinite; lower train.learning_rate "
+            f"(now {config.train.learning_rate:g})"
+        )
+    return rewards
+
+
+def _build_model(config: FitConfig, device: str) -> RewardModel:
+    try:
+        model = RewardModel.for_training(
+            config.model.base,
+            revision=config.model.revision,
+            lora=_lora_options(config),
+            seed=config.run.seed,
+            head_init_scale=config.head.init_scale,
+            dtype=config.model.dtype,
+            device=device,
+            text_as=config.model.text_as,
+        )
+    except ValueError as error:
+        if config.lora is None or type(error).__module__.startswith("rm_"):
+            raise
+        # peft's own refusals of a set of options
+        raise ConfigError(f"lora (target_modules: {config.lora.target_modules}): {first_line(error)}") from error
+    if config.lora is not None and isinstance(config.lora.target_modules, list):
+        names = [name for name, _ in model.network.base.named_modules()]
+        for target in config.lora.target_modules:
+            # peft says nothing where one of several is found nowhere
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                last = {name.rpartition(".")[2] for name, module in model.network.base.named_modules() if hasattr(module, "lora_A")}
+                raise ConfigError(f"lora.target_modules: no layer is called {target!r}; adapted are {', '.join(sorted(last))}")
+    return model
+
+
 def _lora_options(config: FitConfig) -> dict[str, Any] | None:
     lora = config.lora
     if lora is None:
         return None
+    known = [field.name for field in dataclasses.fields(peft.LoraConfig)]
+    for name in lora.options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"lora.options: peft.LoraConfig has no argument {name!r}{hint}")
     own = {
         "r": lora.r,
         "lora_alpha": lora.alpha,
@@ -174,14 +220,26 @@ def _lora_options(config: FitConfig) -> dict[str, Any] | None:
     return {**own, **lora.options}
 
 
+def _check_trackers(names: list[str]) -> None:
+    """accelerate leaves a tracker whose package is missing out without a word."""
+    available = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ConfigError(f"train.report_to: {name!r} is no tracker; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        if name not in available:
+            raise ConfigError(f"train.report_to: the package of {name!r} is not installed (pip install {name})")
+
+
 def _identity(config: FitConfig, fingerprint: dict[str, str], accelerator: Accelerator) -> dict[str, Any]:
     """What a resumed run must have in common with the one that wrote the state."""
     resolved = json.loads(dump_resolved(config))
     for section, keys in {"run": ("name", "output_dir"), "train": ("save_every", "report_to")}.items():
         for key in keys:
             resolved[section].pop(key)
+    compute = choose_compute(config.model.dtype, str(accelerator.device))  # what `auto` is on this machine
     return {**_flat(resolved), **{f"data fingerprint ({k})": v for k, v in fingerprint.items()},
-            "number of processes": accelerator.num_processes}  # fmt: skip
+            "number of processes": accelerator.num_processes, "device": compute.device.type,
+            "compute dtype": compute.dtype_name}  # fmt: skip
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

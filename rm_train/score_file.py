@@ -10,6 +10,7 @@ from typing import Any
 
 from rm_core.chat import RenderError
 from rm_core.model import RewardModel
+from rm_train.rows import kind_of
 from rm_train.scoring import score_sequences
 
 
@@ -17,7 +18,8 @@ def score_lines(model: RewardModel, lines: Iterable[str], *, max_tokens: int) ->
     """Score JSON lines of one of these forms and yield one answer for each.
 
     ``{"prompt", "completions": [...]}``, ``{"prompt", "completion"}``, ``{"text"}`` or ``{"messages"}``; prompts and
-    completions are text or messages as in ``POST /score``. The answer has ``rewards`` or ``reward``, or ``error``.
+    completions are text or messages as in ``POST /score``, a completion also ``{"content", "finished"}``. An ``id``
+    comes back; other fields are not read. The answer has ``rewards`` or ``reward``, or ``error``.
     """
     rows: list[tuple[dict[str, Any], list[list[int]]]] = []
     for number, line in enumerate(lines, 1):
@@ -43,26 +45,55 @@ def score_lines(model: RewardModel, lines: Iterable[str], *, max_tokens: int) ->
 
 
 def _render_line(model: RewardModel, line: str) -> tuple[dict[str, Any], list[list[int]]]:
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError("must be a JSON object")
-    known = {"id": row["id"]} if "id" in row else {}
-    renderer = model.renderer
-    if "completions" in row:
-        if not isinstance(row["completions"], list):
-            raise ValueError("completions: must be a list")
-        sequences = [renderer.render(row.get("prompt"), completion) for completion in row["completions"]]
-        known["many"] = True
-    elif "completion" in row:
-        sequences = [renderer.render(row.get("prompt"), row["completion"])]
-    elif "messages" in row:
-        sequences = [renderer.render_conversation(row["messages"])]
-    elif "text" in row:
-        sequences = [renderer.render_text(row["text"])]
+        raise ValueError(f"must be a JSON object, not {kind_of(row)}")
+    forms = [name for name in ("completions", "completion", "messages", "text") if name in row]
+    if len(forms) != 1:
+        raise ValueError(f"must have one of completions, completion, messages, text; it has {' and '.join(forms) or 'none'}")
+    form, value, prompt = forms[0], row[forms[0]], row.get("prompt")
+    if form in ("messages", "text"):
+        if prompt is not None:
+            raise RenderError("prompt", f"stands beside {form}, which is all that is scored; name the answer completion")
+        if not isinstance(value, str if form == "text" else list):
+            raise RenderError(form, f"must be {'text' if form == 'text' else 'a list of messages'}, not {kind_of(value)}")
+        sequences = [model.renderer.render_text(value) if form == "text" else model.renderer.render_conversation(value)]
     else:
-        raise ValueError("has none of completions, completion, messages, text")
+        if prompt is not None:
+            _check_content("prompt", prompt)
+        if form == "completion":
+            sequences = [_render_completion(model, prompt, value, form)]
+        elif isinstance(value, list):
+            sequences = [_render_completion(model, prompt, item, f"completions[{i}]") for i, item in enumerate(value)]
+        else:
+            raise RenderError(form, f"must be a list, not {kind_of(value)}")
     for ids in sequences:
         if len(ids) > model.max_length:
             raise ValueError(f"has {len(ids)} tokens, the model reads at most {model.max_length}")
-    known.setdefault("many", False)
-    return known, sequences
+    return {**({"id": row["id"]} if "id" in row else {}), "many": form == "completions"}, sequences
+
+
+def _render_completion(model: RewardModel, prompt: Any, value: Any, name: str) -> list[int]:
+    finished = True
+    if isinstance(value, dict):
+        if unknown := set(value) - {"content", "finished"}:
+            raise RenderError(f"{name}.{min(unknown)}", 'is unknown; a completion is {"content": …, "finished": …}')
+        finished = value.get("finished", True)
+        if not isinstance(finished, bool):
+            raise RenderError(f"{name}.finished", f"must be true or false, not {kind_of(finished)}")
+        name, value = f"{name}.content", value.get("content")
+    _check_content(name, value)
+    try:
+        return model.renderer.render(prompt, value, finished=finished)
+    except RenderError as error:
+        if error.field == "completion":
+            raise RenderError(name, error.message) from None
+        raise
+
+
+def _check_content(name: str, value: Any) -> None:
+    if not isinstance(value, str | list):
+        raise RenderError(name, f"must be text or a list of messages, not {kind_of(value)}")

@@ -57,13 +57,22 @@ def load_trainable(network: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write the state beside the old one and rename it over."""
+    """Write the state beside the old one and rename it over. Raises OSError where the disk is full."""
     temporary = directory / f"{STATE_FILE}.tmp"
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # half a state only fills the disk
+        raise
     temporary.replace(directory / STATE_FILE)
+
+
+def forget_state(directory: Path) -> None:
+    """Remove the state of an earlier run: ``--resume`` must not continue it once the new one has begun."""
+    (directory / STATE_FILE).unlink(missing_ok=True)
 
 
 def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
