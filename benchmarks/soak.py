@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py [CHECKPOINT] [--requests 10000] [--quick]
 
-Without a checkpoint a random two-layer model with the bundled tokenizer is served in fp32, which makes 10,000 requests a
-matter of minutes. The scores of a pool of texts are computed before, by plain transformers, one text at a time; the
+Without a checkpoint a random two-layer model with the bundled tokenizer is served in fp32, which makes 10,000 requests
+a matter of minutes. The scores of a pool of texts are computed before, by plain transformers, one text at a time; the
 requests mix them in all of ``/score``'s forms, whole groups and single answers, so that caches hit, miss and evict.
 Memory is that of the server's whole process group. It is flat when the second half of the run, after a warm-up of a
 fifth, lies less than 5 % above the first. Invariant: the exit status is 1 if any score is wrong, any request is lost or

@@ -262,7 +262,10 @@ def _flex(
     if plan.prefixes:
         # keys of all prefixes, one behind the other, stand before those of the packed row
         before = [[x[: p.length].transpose(0, 1)[None] for x in p.layers[layer]] for p in plan.prefixes]
-        key, value = torch.cat([*(k for k, _ in before), key], dim=2), torch.cat([*(v for _, v in before), value], dim=2)
+        key, value = (
+            torch.cat([*(k for k, _ in before), key], dim=2),
+            torch.cat([*(v for _, v in before), value], dim=2),
+        )
     masks = plan.block_mask = plan.block_mask or {}
     if window not in masks:
         masks[window] = tree_block_mask(plan, query.shape[2], query.device, window)

@@ -33,9 +33,9 @@ from rm_core.loading import (
     load_tokenizer,
     locate,
 )
+from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.passes import Scored, score_in_passes, score_padded
 from rm_core.prefix_cache import PrefixCache
-from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.smollm2 import BundledModelError
 from rm_core.weights import WeightsError
 

@@ -160,7 +160,8 @@ class RewardNetwork(nn.Module):
 
 
 def _base(classifier: nn.Module) -> Any:
-    return classifier.get_base_model() if hasattr(classifier, "get_base_model") else classifier
+    unwrap: Any = getattr(classifier, "get_base_model", None)
+    return classifier if unwrap is None else unwrap()
 
 
 def _unwrapped(module: Any) -> Any:

@@ -243,7 +243,9 @@ def _paths_to_keep(
             seen.add(parent)
             wanted.append((sequence, length, _rows_of(row, sequence)[: length - known]))
     known = found[-1][1] if found[-1] else 0
-    covered = any(length >= shared_next and batch[i][:shared_next] == batch[-1][:shared_next] for i, length, _ in wanted)
+    covered = any(
+        length >= shared_next and batch[i][:shared_next] == batch[-1][:shared_next] for i, length, _ in wanted
+    )
     if shared_next > known and shared_next >= MIN_SHARED and not covered:
         wanted.append((len(batch) - 1, shared_next, _rows_of(row, len(batch) - 1)[: shared_next - known]))
     return wanted

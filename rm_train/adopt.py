@@ -1,4 +1,4 @@
-"""``rm-train calibrate`` and ``rm-train merge``: give a model trained elsewhere its record, make an adapter a full model.
+"""``rm-train calibrate`` and ``rm-train merge``: a record for a model trained elsewhere, an adapter made a full model.
 
 Invariant: both write by rename, and both measure the files they wrote.
 """

@@ -17,7 +17,7 @@ def epoch_order(num_pairs: int, seed: int, epoch: int) -> list[int]:
 
 
 def step_batches(num_pairs: int, batch_size: int, seed: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """Yield (epoch, pair indices) for every step from ``first_step`` on, for ever. The last step of an epoch is short."""
+    """Yield (epoch, pair indices) of every step from ``first_step`` on, for ever. An epoch's last step may be short."""
     steps_per_epoch = -(-num_pairs // batch_size)
     epoch, step = divmod(first_step, steps_per_epoch)
     while True:

@@ -109,7 +109,7 @@ def merge(
     output: Annotated[Path, typer.Argument(help="New directory.")],
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Turn an adapter into a plain sequence-classification model, and prove by the golden scores that it is the same."""
+    """Turn an adapter into a plain sequence-classification model, proved the same by the golden scores."""
     from rm_train.adopt import merge as run_merge
 
     if dtype not in ("float32", "bfloat16"):
@@ -137,23 +137,20 @@ def calibrate(
     """Adopt a model trained elsewhere: write its rules, reward scale and golden scores (reward_model.json)."""
     from rich.console import Console
 
+    from rm_core.checkpoint import Measured
     from rm_core.model import RewardModel
-    from rm_train.adopt import Measured
     from rm_train.adopt import calibrate as run_calibrate
     from rm_train.console import report_table
     from rm_train.evaluation import measured
 
-    if text_as not in ("raw", "chat"):
-        raise typer.BadParameter("must be raw or chat", param_hint="--text-as")
-    if end not in ("token", "template"):
-        raise typer.BadParameter("must be token or template", param_hint="--end")
+    as_, end_ = _one_of(text_as, ("raw", "chat"), "--text-as"), _one_of(end, ("token", "template"), "--end")
 
     def measure(loaded: RewardModel) -> Measured:
         encoded, rewards = _score(loaded, data, max_tokens, limit)
         return measured(rewards, encoded)
 
     record, directory = run_calibrate(
-        model, measure, {"sources": data}, output=output, text_as=text_as, end=end, training_length=training_length
+        model, measure, {"sources": data}, output=output, text_as=as_, end=end_, training_length=training_length
     )
     Console(highlight=False).print(report_table(record.metrics))
     typer.echo(f"{directory}: {record.reward_id}")
@@ -184,6 +181,12 @@ def _dtype(name: str) -> Any:
     if name not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
     return name
+
+
+def _one_of(value: str, choices: tuple[str, ...], flag: str) -> Any:
+    if value not in choices:
+        raise typer.BadParameter(f"must be {' or '.join(choices)}", param_hint=flag)
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -91,7 +91,7 @@ def full_report(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str, A
         "by_category": _by([pair.category for pair in pairs], rewards),
         "by_source": _by([pair.source for pair in pairs], rewards),
     }
-    return report
+    return report  # noqa: RET504
 
 
 def _by(keys: list[str | None], rewards: Rewards) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     """Train, evaluate, write ``runs/NAME/checkpoint``.
 
     Under ``torchrun`` or ``accelerate launch`` every process calls this; the first one writes, the others return a
-    result without a record. Raises DataError, ConfigError, CheckpointError, DivergedError or ResumeError, each one line.
+    result without a record. Raises DataError, CheckpointError, DivergedError or ResumeError, each one line.
     """
     _check_trackers(config.train.report_to)
     accelerator = Accelerator(
@@ -147,7 +147,11 @@ def _measure(
         with reporter.bar("evaluating", 2 * len(eval_pairs)) as advance:
             rewards = score_pairs(reloaded, eval_pairs, max_tokens=config.train.max_tokens, progress=advance)
     dtype = reloaded.dtype if in_training is None else "compute"
-    return measured(_finite(rewards, config), eval_pairs, {"dtype": dtype, "bag_of_words": bag_of_words_accuracy(data.train, data.eval)})
+    return measured(
+        _finite(rewards, config),
+        eval_pairs,
+        {"dtype": dtype, "bag_of_words": bag_of_words_accuracy(data.train, data.eval)},
+    )
 
 
 def _score_on_all_processes(
@@ -196,8 +200,14 @@ def _build_model(config: FitConfig, device: str) -> RewardModel:
         for target in config.lora.target_modules:
             # peft says nothing where one of several is found nowhere
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                last = {name.rpartition(".")[2] for name, module in model.network.base.named_modules() if hasattr(module, "lora_A")}
-                raise ConfigError(f"lora.target_modules: no layer is called {target!r}; adapted are {', '.join(sorted(last))}")
+                last = {
+                    name.rpartition(".")[2]
+                    for name, module in model.network.base.named_modules()
+                    if hasattr(module, "lora_A")
+                }
+                raise ConfigError(
+                    f"lora.target_modules: no layer is called {target!r}; adapted are {', '.join(sorted(last))}"
+                )
     return model
 
 

@@ -53,14 +53,22 @@ def _render_line(model: RewardModel, line: str) -> tuple[dict[str, Any], list[li
         raise ValueError(f"must be a JSON object, not {kind_of(row)}")
     forms = [name for name in ("completions", "completion", "messages", "text") if name in row]
     if len(forms) != 1:
-        raise ValueError(f"must have one of completions, completion, messages, text; it has {' and '.join(forms) or 'none'}")
+        raise ValueError(
+            f"must have one of completions, completion, messages, text; it has {' and '.join(forms) or 'none'}"
+        )
     form, value, prompt = forms[0], row[forms[0]], row.get("prompt")
     if form in ("messages", "text"):
         if prompt is not None:
-            raise RenderError("prompt", f"stands beside {form}, which is all that is scored; name the answer completion")
+            raise RenderError(
+                "prompt", f"stands beside {form}, which is all that is scored; name the answer completion"
+            )
         if not isinstance(value, str if form == "text" else list):
-            raise RenderError(form, f"must be {'text' if form == 'text' else 'a list of messages'}, not {kind_of(value)}")
-        sequences = [model.renderer.render_text(value) if form == "text" else model.renderer.render_conversation(value)]
+            raise RenderError(
+                form, f"must be {'text' if form == 'text' else 'a list of messages'}, not {kind_of(value)}"
+            )
+        sequences = [
+            model.renderer.render_text(value) if isinstance(value, str) else model.renderer.render_conversation(value)
+        ]
     else:
         if prompt is not None:
             _check_content("prompt", prompt)

@@ -20,7 +20,7 @@ class ResumeError(ValueError):
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line per step or evaluation. Opened for each line, so that nothing stays open or unwritten."""
+    """``metrics.jsonl``: one line per step or evaluation. Opened for each line, so nothing stays unwritten."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,9 @@ class MetricsFile:
         """Forget everything behind ``position``. Raises ResumeError where the file is shorter than that."""
         with self._path.open("ab") as file:
             if file.tell() < position:
-                raise ResumeError(f"{self._path}: lines that belong to the saved state are missing; run without --resume")
+                raise ResumeError(
+                    f"{self._path}: lines that belong to the saved state are missing; run without --resume"
+                )
             file.truncate(position)
 
 
@@ -76,7 +78,7 @@ def forget_state(directory: Path) -> None:
 
 
 def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Read the state back; raises ResumeError where there is none or ``identity`` (data, settings) differs from its own."""
+    """Read the state back; ResumeError where there is none or ``identity`` (data, settings) differs from its own."""
     path = directory / STATE_FILE
     if not path.is_file():
         raise ResumeError(f"{path}: there is no state to resume from; run without --resume (set train.save_every)")

@@ -10,7 +10,19 @@ from rm_core.network import RewardNetwork
 from rm_core.tree import build_tree
 from tests.conftest import save_classifier, tiny_config
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt2", "olmo2", "smollm3"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+    "olmo2",
+    "smollm3",
+]
 
 
 def network_of(family, tmp_path, **changes) -> RewardNetwork:

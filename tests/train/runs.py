@@ -9,7 +9,22 @@ from typing import Any
 
 from rm_train.config import FitConfig
 
-WORDS = "river stone seven lamp under quiet maple orbit copper violet thunder basket winter sugar".split()
+WORDS = [
+    "river",
+    "stone",
+    "seven",
+    "lamp",
+    "under",
+    "quiet",
+    "maple",
+    "orbit",
+    "copper",
+    "violet",
+    "thunder",
+    "basket",
+    "winter",
+    "sugar",
+]
 
 
 class Quiet:
@@ -39,7 +54,8 @@ def text_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
         return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
 
     return [
-        {"prompt": f"Q{index} {words(1, 4)}? ", "chosen": words(1, 6), "rejected": words(1, 6)} for index in range(count)
+        {"prompt": f"Q{index} {words(1, 4)}? ", "chosen": words(1, 6), "rejected": words(1, 6)}
+        for index in range(count)
     ]
 
 
@@ -103,4 +119,6 @@ def weights_of(checkpoint: Path) -> dict[str, Any]:
     """All tensors of a written checkpoint."""
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }

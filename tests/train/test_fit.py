@@ -19,7 +19,16 @@ from rm_train.evaluation import Rewards
 from rm_train.fit import fit
 from rm_train.loop import DivergedError
 from tests.conftest import byte_tokenizer, save_base
-from tests.train.runs import Quiet, chat_rows, learnable_rows, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import (
+    Quiet,
+    chat_rows,
+    learnable_rows,
+    make_config,
+    metric_lines,
+    text_rows,
+    weights_of,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +43,10 @@ def rewards_by_server(checkpoint: Path, file: Path, dtype: str = "float32") -> R
     """What the written checkpoint gives, loaded again and each sequence alone."""
     model = RewardModel.load(str(checkpoint), dtype=dtype, device="cpu")  # type: ignore[arg-type]
     encoded = encode_pairs(list(read_pairs(str(file))), model.renderer, 128)
-    sides = [[model.score_ids([ids])[0] for ids in side] for side in zip(*((i.chosen, i.rejected) for i in encoded), strict=True)]
+    sides = [
+        [model.score_ids([ids])[0] for ids in side]
+        for side in zip(*((i.chosen, i.rejected) for i in encoded), strict=True)
+    ]
     return Rewards(*(np.array(side, dtype=np.float64) for side in sides))
 
 
@@ -73,7 +85,9 @@ def test_recorded_numbers_are_those_of_the_loaded_checkpoint(
     assert record.training_length == 128
     right = (loaded.chosen > loaded.rejected) + 0.5 * (loaded.chosen == loaded.rejected)
     assert record.metrics["accuracy"]["value"] == pytest.approx(right.mean())
-    assert record.metrics["log_loss"] == pytest.approx(np.logaddexp(0, loaded.rejected - loaded.chosen).mean(), abs=1e-4)
+    assert record.metrics["log_loss"] == pytest.approx(
+        np.logaddexp(0, loaded.rejected - loaded.chosen).mean(), abs=1e-4
+    )
     assert record.data["train_pairs"] == 20
     assert record.data["steps"] == 6
     assert record.kind == ("adapter" if lora else "model")
@@ -209,7 +223,9 @@ def test_training_in_bfloat16_gives_a_checkpoint_that_loads(
     lora: Any, data: tuple[Path, Path], tiny_base: Path, tmp_path: Path
 ) -> None:
     settings = {"max_steps": 2, "eval_every": 1}
-    result = fit(make_config(tiny_base, tmp_path, *data, model={"dtype": "bfloat16"}, lora=lora, train=settings), Quiet())
+    result = fit(
+        make_config(tiny_base, tmp_path, *data, model={"dtype": "bfloat16"}, lora=lora, train=settings), Quiet()
+    )
     first = metric_lines(result.directory)[0]
     assert first["loss"] == pytest.approx(math.log(2), rel=0.01)
     assert result.record is not None
@@ -239,7 +255,12 @@ def test_options_that_others_refuse_are_named(
 
 
 def test_options_of_peft_are_passed_on(data: tuple[Path, Path], tiny_base: Path, tmp_path: Path) -> None:
-    lora = {"r": 2, "alpha": 6, "target_modules": ["q_proj"], "options": {"use_rslora": True, "layers_to_transform": [1]}}
+    lora = {
+        "r": 2,
+        "alpha": 6,
+        "target_modules": ["q_proj"],
+        "options": {"use_rslora": True, "layers_to_transform": [1]},
+    }
     result = fit(make_config(tiny_base, tmp_path, *data, lora=lora, train={"max_steps": 1}), Quiet())
     stored = json.loads((result.directory / "checkpoint" / "adapter_config.json").read_text())
     assert (stored["r"], stored["lora_alpha"], stored["use_rslora"]) == (2, 6, True)
@@ -258,7 +279,9 @@ def test_tracker_whose_package_is_missing_is_named(
 
 def test_tensorboard_gets_the_metrics(data: tuple[Path, Path], tiny_base: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    config = make_config(tiny_base, tmp_path, *data, train={"report_to": ["tensorboard"], "max_steps": 2, "eval_every": 2})
+    config = make_config(
+        tiny_base, tmp_path, *data, train={"report_to": ["tensorboard"], "max_steps": 2, "eval_every": 2}
+    )
     result = fit(config, Quiet())
     assert list(result.directory.rglob("events.out.tfevents*"))
 
@@ -281,7 +304,11 @@ def test_reward_changes_when_only_the_last_answer_does_though_pad_is_eos(tmp_pat
     file = write_rows(tmp_path / "pairs.jsonl", chat_rows(8))
     result = fit(make_config(base, tmp_path, file, file, train={"max_steps": 2, "learning_rate": 1e-2}), Quiet())
     model = RewardModel.load(str(result.directory / "checkpoint"), dtype="float32", device="cpu")
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "And?"}]
+    talk = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "And?"},
+    ]
     ids = [
         model.renderer.render_conversation([*talk, {"role": "assistant", "content": answer}])
         for answer in ("yes", "yet", "something longer", "y")

@@ -31,7 +31,9 @@ def encode(model: RewardModel, file: Path) -> list[EncodedPair]:
     return encode_pairs(list(read_pairs(str(file))), model.renderer, 128)
 
 
-def run_steps(reward_model: RewardModel, base: Path, directory: Path, file: Path, **sections: Any) -> list[dict[str, Any]]:
+def run_steps(
+    reward_model: RewardModel, base: Path, directory: Path, file: Path, **sections: Any
+) -> list[dict[str, Any]]:
     """Train without the rest of ``fit`` and return the metrics."""
     sections = {**sections, "train": {"batch_size": 6, "max_steps": 1, **sections.get("train", {})}}
     config = make_config(base, directory, file, **sections)
@@ -170,7 +172,9 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand_however_it_is_cut(
     model = build(tiny_base, head_init_scale=3.0)
 
     def keep_gradients(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        gradients.update({n: p.grad.clone() for n, p in model.network.classifier.named_parameters() if p.grad is not None})
+        gradients.update(
+            {n: p.grad.clone() for n, p in model.network.classifier.named_parameters() if p.grad is not None}
+        )
 
     monkeypatch.setattr(torch.optim.AdamW, "step", keep_gradients)
     settings = {"max_tokens": max_tokens, "max_grad_norm": None}
@@ -191,9 +195,7 @@ def test_gradients_are_scaled_down_to_the_configured_norm(tiny_base: Path, pairs
     before = trainable(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "AdamW", lambda groups, weight_decay: torch.optim.SGD(groups, lr=1.0))
-        line = run_steps(
-            model, tiny_base, tmp_path, pairs_file, train={"learning_rate": 1.0, "max_grad_norm": 0.01}
-        )[0]
+        line = run_steps(model, tiny_base, tmp_path, pairs_file, train={"learning_rate": 1.0, "max_grad_norm": 0.01})[0]
     moved = math.sqrt(sum(float((value - before[name]).square().sum()) for name, value in trainable(model).items()))
     assert line["grad_norm"] > 0.1
     assert moved == pytest.approx(0.01, rel=1e-3)
@@ -218,9 +220,7 @@ def test_tied_rewards_count_one_half(tiny_base: Path, tmp_path: Path) -> None:
     assert line["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
-def test_loss_that_is_no_number_stops_and_names_the_step(
-    tiny_base: Path, pairs_file: Path, tmp_path: Path
-) -> None:
+def test_loss_that_is_no_number_stops_and_names_the_step(tiny_base: Path, pairs_file: Path, tmp_path: Path) -> None:
     model = build(tiny_base)
     with pytest.raises(DivergedError) as caught:
         run_steps(model, tiny_base, tmp_path, pairs_file, train={"learning_rate": 1e30, "max_steps": 9})
@@ -255,7 +255,12 @@ def test_epochs_and_max_steps_count_the_steps(tiny_base: Path, pairs_file: Path,
     """Six pairs in steps of four: each epoch has a step of four and a step of two."""
     sections = {"train": {"batch_size": 4, "max_steps": None, "epochs": 2}}
     lines = run_steps(build(tiny_base), tiny_base, tmp_path / "a", pairs_file, **sections)
-    assert [(line["step"], line["epoch"], line["pairs"]) for line in lines] == [(1, 0, 4), (2, 0, 2), (3, 1, 4), (4, 1, 2)]
+    assert [(line["step"], line["epoch"], line["pairs"]) for line in lines] == [
+        (1, 0, 4),
+        (2, 0, 2),
+        (3, 1, 4),
+        (4, 1, 2),
+    ]
     sections = {"train": {"batch_size": 4, "max_steps": 3, "epochs": 1}}
     lines = run_steps(build(tiny_base), tiny_base, tmp_path / "b", pairs_file, **sections)
     assert [(line["step"], line["epoch"], line["pairs"]) for line in lines] == [(1, 0, 4), (2, 0, 2), (3, 1, 4)]
@@ -290,4 +295,4 @@ def test_logged_tokens_are_those_of_the_pairs_and_computed_ones_no_more(
     line = run_steps(model, tiny_base, tmp_path, pairs_file)[0]
     encoded = encode(model, pairs_file)
     assert line["tokens"] == sum(len(item.chosen) + len(item.rejected) for item in encoded)
-    assert 0 < line["computed_tokens"]
+    assert line["computed_tokens"] > 0

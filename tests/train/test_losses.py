@@ -1,7 +1,6 @@
 """What margin, weight, soft label, label smoothing and centring do to the loss, each against a value derived by hand."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def test_loss_of_extreme_rewards_is_finite() -> None:
 
 
 @pytest.fixture(scope="module")
-def rewarded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+def rewarded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Any]:
     """Four rows with extras of their own, and the rewards that the untrained model gives them."""
     extras: list[dict[str, Any]] = [{"margin": 2.0}, {}, {"weight": 3.0}, {"label": 0.75, "weight": 0.5}]
     rows = [{**row, **extra} for row, extra in zip(text_rows(4), extras, strict=True)]
@@ -87,14 +86,12 @@ def rewarded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     encoded = encode_pairs(list(read_pairs(str(file))), model.renderer, 128)
     model.network.eval()
     rewards = model.score_ids([ids for item in encoded for ids in (item.chosen, item.rejected)])
-    yield rows, list(zip(rewards[0::2].tolist(), rewards[1::2].tolist(), strict=True))
+    return rows, list(zip(rewards[0::2].tolist(), rewards[1::2].tolist(), strict=True))
 
 
 def build(base: Path) -> RewardModel:
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    return RewardModel.for_training(
-        str(base), lora=options, seed=0, head_init_scale=3.0, dtype="float32", device="cpu"
-    )
+    return RewardModel.for_training(str(base), lora=options, seed=0, head_init_scale=3.0, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize(

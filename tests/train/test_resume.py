@@ -1,0 +1,296 @@
+"""A run that was killed goes on to the very bits of the unbroken one, and refuses to go on as another run."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rm_train import state as state_module
+from rm_train.config import dump_resolved
+from rm_train.fit import fit
+from rm_train.state import STATE_FILE, MetricsFile, ResumeError
+from tests.train.runs import Killed, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+
+# Dropout, evaluations, epochs of a short last step, warm-up and a schedule: all that has a state of its own.
+SETTINGS: dict[str, Any] = {
+    "batch_size": 4,
+    "epochs": 3,
+    "save_every": 2,
+    "eval_every": 3,
+    "warmup_ratio": 0.2,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "early_stopping_patience": 50,
+}
+STEPS = 9
+"""Three epochs of ten pairs in steps of four."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("data")
+    held_out = write_rows(directory / "eval.jsonl", text_rows(5, seed=1))
+    return write_rows(directory / "train.jsonl", text_rows(10)), held_out
+
+
+def config_in(directory: Path, base: Path, data: tuple[Path, Path], **sections: Any) -> Any:
+    lora = sections.pop("lora", {"dropout": 0.3})
+    return make_config(base, directory, *data, lora=lora, train={**SETTINGS, **sections.pop("train", {})}, **sections)
+
+
+def kill_at(step: int) -> Quiet:
+    """A reporter that kills the run when it hears of a step."""
+
+    def progress(fraction: float, text: str) -> None:
+        if text.startswith(f"step {step}/"):
+            raise Killed
+
+    return Quiet(progress)
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    assert metric_lines(run) == metric_lines(expected)
+    weights, wanted = weights_of(run / "checkpoint"), weights_of(expected / "checkpoint")
+    assert set(weights) == set(wanted)
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, data: tuple[Path, Path]) -> Path:
+    result = fit(config_in(tmp_path_factory.mktemp("unbroken"), tiny_base, data), Quiet())
+    assert result.steps == STEPS
+    return result.directory
+
+
+@pytest.mark.parametrize("kills", [[3], [5, 8], [2, 9], [9]], ids=str)
+def test_killed_run_resumes_to_the_same_bits(
+    kills: list[int], unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Killed once or twice: before a save, right behind one's evaluation, at the last step."""
+    config = config_in(tmp_path, tiny_base, data)
+    for number, step in enumerate(kills):
+        with pytest.raises(Killed):
+            fit(config, kill_at(step), resume=number > 0)
+    result = fit(config, Quiet(), resume=True)
+    assert result.steps == STEPS
+    assert_same_run(result.directory, unbroken)
+
+
+def test_saving_changes_nothing(unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
+    result = fit(config_in(tmp_path, tiny_base, data, train={"save_every": None}), Quiet())
+    assert not (result.directory / STATE_FILE).exists()
+    assert_same_run(result.directory, unbroken)
+
+
+def test_full_fine_tuning_resumes_to_the_same_bits(tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
+    whole = fit(config_in(tmp_path / "whole", tiny_base, data, lora=None), Quiet())
+    config = config_in(tmp_path / "killed", tiny_base, data, lora=None)
+    with pytest.raises(Killed):
+        fit(config, kill_at(5))
+    assert_same_run(fit(config, Quiet(), resume=True).directory, whole.directory)
+
+
+def test_early_stopping_remembers_its_best_weights(
+    tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations at 3, 6, 9 get worse; the kill at 8 lies between, so the best is known from the saved state alone."""
+    import rm_train.fit as fit_module
+
+    def worse_every_time() -> Any:
+        losses = iter([1.0, 2.0, 3.0])
+        return lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+
+    train = {"early_stopping_patience": 5}
+    monkeypatch.setattr(fit_module, "quick_metrics", worse_every_time())
+    whole = fit(config_in(tmp_path / "whole", tiny_base, data, train=train), Quiet())
+    config = config_in(tmp_path / "killed", tiny_base, data, train=train)
+    monkeypatch.setattr(fit_module, "quick_metrics", worse_every_time())
+    with pytest.raises(Killed):
+        fit(config, kill_at(8))
+    # the state is that of step 8, or of 6 with its evaluation still to come
+    seen = sum("eval_loss" in line for line in metric_lines(tmp_path / "killed" / "runs" / "run"))
+    state = torch.load(tmp_path / "killed" / "runs" / "run" / STATE_FILE, weights_only=True)
+    assert (seen, state["step"], state["best"]["step"]) == (2, 6, 3)
+    losses = iter([2.0, 3.0])
+    monkeypatch.setattr(
+        fit_module, "quick_metrics", lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+    )
+    assert_same_run(fit(config, Quiet(), resume=True).directory, whole.directory)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def killed(tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A run directory with the state of step 4."""
+    with pytest.raises(Killed):
+        fit(config_in(tmp_path, tiny_base, data), kill_at(5))
+    return tmp_path / "runs" / "run"
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"train": {"batch_size": 5}}, "train.batch_size was 4 and is now 5"),
+        ({"run": {"seed": 1}}, "run.seed was 0 and is now 1"),
+        ({"train": {"learning_rate": 0.5}}, "train.learning_rate was 0.001 and is now 0.5"),
+        ({"lora": None}, "lora"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype was 'float32' and is now 'bfloat16'"),
+    ],
+)
+def test_resume_as_another_run_is_refused_with_the_difference(
+    sections: dict[str, Any], named: str, killed: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in killed.iterdir()}
+    with pytest.raises(ResumeError) as caught:
+        fit(config_in(tmp_path, tiny_base, data, **sections), Quiet(), resume=True)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == before, "the refused run left traces"
+
+
+def test_resume_on_other_data_is_refused(
+    killed: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The same file name, one word changed."""
+    path = tmp_path / "train.jsonl"
+    config = config_in(tmp_path, tiny_base, (path, data[1]))
+    write_rows(path, text_rows(10))
+    with pytest.raises(Killed):
+        fit(config, kill_at(5))
+    rows = text_rows(10)
+    rows[7]["rejected"] += " indeed"
+    write_rows(path, rows)
+    with pytest.raises(ResumeError, match=r"data fingerprint \(train\) was 'sha256:"):
+        fit(config, Quiet(), resume=True)
+
+
+def test_resume_without_a_state_says_what_to_do(tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=r"no state to resume from.*train\.save_every"):
+        fit(config_in(tmp_path, tiny_base, data), Quiet(), resume=True)
+
+
+def test_run_may_move_before_it_is_resumed(
+    killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "elsewhere" / "renamed"
+    target.parent.mkdir()
+    killed.rename(target)
+    run = {"name": "renamed", "output_dir": str(tmp_path / "elsewhere")}
+    assert_same_run(fit(config_in(tmp_path, tiny_base, data, run=run), Quiet(), resume=True).directory, unbroken)
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_full_disk_while_saving_leaves_the_old_state_whole(
+    killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """/dev/full takes the place of the temporary file: every write to it fails as on a full disk."""
+    before = (killed / STATE_FILE).read_bytes()
+    (killed / f"{STATE_FILE}.tmp").symlink_to("/dev/full")
+    config = config_in(tmp_path, tiny_base, data)
+    with pytest.raises(OSError, match="No space left"):
+        fit(config, Quiet(), resume=True)
+    assert (killed / STATE_FILE).read_bytes() == before
+    assert not (killed / f"{STATE_FILE}.tmp").is_symlink()
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+
+
+def test_kill_while_saving_leaves_the_old_state_whole(
+    killed: Path,
+    unbroken: Path,
+    tiny_base: Path,
+    data: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the new state is on the disk when the kill comes."""
+    config = config_in(tmp_path, tiny_base, data)
+    with monkeypatch.context() as patch:
+
+        def half(state: Any, file: Any) -> None:
+            file.write(b"half a state")
+            raise Killed
+
+        patch.setattr(state_module.torch, "save", half)
+        with pytest.raises(Killed):
+            fit(config, Quiet(), resume=True)
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+
+
+def test_full_disk_while_writing_the_checkpoint_leaves_the_old_one(
+    unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rm_core.checkpoint as checkpoint_module
+
+    config = config_in(tmp_path, tiny_base, data)
+    first = fit(config, Quiet()).directory / "checkpoint"
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(checkpoint_module, "write_record", full)
+        fit(config, Quiet())
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    assert sorted(path.name for path in first.parent.iterdir()) == [
+        "checkpoint",
+        "config.json",
+        "metrics.jsonl",
+        STATE_FILE,
+    ], "no half-written directory stays behind"
+    # training was done: its last saved state is enough to finish
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+
+
+def test_metrics_that_are_shorter_than_the_state_says_are_refused(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1})
+    with pytest.raises(ResumeError, match="missing"):
+        metrics.cut(1000)
+    metrics.cut(0)
+    assert metrics.position() == 0
+
+
+# ------------------------------------------------------------------ a real kill
+
+
+@pytest.mark.slow
+def test_process_killed_by_the_system_resumes_to_the_same_bits(
+    unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """kill -9 as soon as the metrics show a step, at a few places, then on to the end through the command line."""
+    config = config_in(tmp_path, tiny_base, data)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_resolved(config))  # JSON is YAML
+    run = tmp_path / "runs" / "run"
+    command = [sys.executable, "-m", "rm_train.cli", "fit", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for step in (3, 5, 8):
+        resume = ["--resume"] if (run / STATE_FILE).exists() else []
+        with subprocess.Popen(
+            [*command, *resume], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
+            try:
+                while process.poll() is None and not _has_step(run, step):
+                    pass
+            finally:
+                process.send_signal(signal.SIGKILL)
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run, unbroken)
+
+
+def _has_step(run: Path, step: int) -> bool:
+    try:
+        return f'"step": {step},' in (run / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return False
