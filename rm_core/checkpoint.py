@@ -202,8 +202,8 @@ def verify_golden(record: CheckpointRecord, model: "RewardModel", directory: Pat
         if tolerance is not None and not abs(reward - expected.reward) <= tolerance:
             raise CheckpointError(
                 f"{directory}: golden conversation {expected.name!r} scores {reward:.6g} instead of "
-                f"{expected.reward:.6g} (allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or the "
-                "weights changed"
+                f"{expected.reward:.6g} (allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or "
+                "the weights changed"
             )
 
 
