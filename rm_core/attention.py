@@ -80,6 +80,8 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attention output [1, N, Q, D] of a packed row. Differentiable in query, key and value (without a prefix)."""
     plan.calls += 1
+    # Under autocast, rotary embedding turns query and key into fp32 while the value stays in the lower type.
+    query_1QND, key_1KND = query_1QND.to(value_1KND.dtype), key_1KND.to(value_1KND.dtype)
     layer = int(getattr(module, "layer_idx", 0))
     for path, kept_rows in enumerate(plan.keep):
         if len(plan.kept) <= path:

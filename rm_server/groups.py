@@ -28,6 +28,8 @@ def ids_of(key: bytes) -> list[int]:
 
 def num_shared_tokens(a: bytes, b: bytes) -> int:
     """Length of the longest common prefix of two keys, in tokens."""
+    if a == b:
+        return len(a) // TOKEN_BYTES
     shorter = min(len(a), len(b))
     if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
         return 0

@@ -29,7 +29,7 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
         "dtype_reason": model.dtype_reason,
         "head_dtype": "float32",
         "device": str(model.device),
-        "batch_counting": service.counting,
+        "prefix_sharing": "on" if model.sharing_off is None else f"off: {model.sharing_off}",
         "limits": {
             name: getattr(settings, name)
             for name in (

@@ -23,9 +23,9 @@ Counting = Literal["shared", "padded"]
 
 TURNS_PER_BATCH = 4
 MIN_SHARED_TOKENS = 16
-"""A shorter common prefix does not bring an item forward: every chat starts with the same few tokens."""
+"""A shorter common prefix counts for nothing: the token tree (``rm_core.tree.MIN_SHARED``) computes it again, too."""
 MIN_SHARED_FRACTION = 8
-"""Nor does one that is less than an eighth of the item."""
+"""One that is less than an eighth of the item saves tokens, but does not bring the item forward."""
 MAX_MISFITS = 32
 """How many requests whose next item does not fit are passed over before a batch is called full."""
 
@@ -77,7 +77,7 @@ class BatchCost:
                 return self.tokens
             return (len(self._sorted_keys) + 1) * max(self._longest, length)
         # In sorted order the longest prefix shared with any is shared with a neighbour.
-        return self.tokens + length - max((num_shared_tokens(key, other) for other in around), default=0)
+        return self.tokens + length - max((num_saved_tokens(key, other) for other in around), default=0)
 
     def add(self, key: bytes, cost: int) -> None:
         """Let a sequence join; ``cost`` is what ``with_key`` said."""
@@ -132,10 +132,10 @@ class _Plan:
         self.cost.add(item.key, cost)
         while self.counting == "shared":
             below, above = self.waiting.neighbour(start - 1), self.waiting.neighbour(stop)
-            shared_below = _shared_worth(below, self.waiting.neighbour(start))
-            shared_above = _shared_worth(above, self.waiting.neighbour(stop - 1))
-            relative = below if shared_below >= shared_above else above
-            if relative is None or max(shared_below, shared_above) == 0:
+            saved_below = _saved_worth(below, self.waiting.neighbour(start))
+            saved_above = _saved_worth(above, self.waiting.neighbour(stop - 1))
+            relative = below if saved_below >= saved_above else above
+            if relative is None or max(saved_below, saved_above) == 0:
                 break
             cost = self.cost.with_key(relative.key)
             if cost > limit:
@@ -150,18 +150,23 @@ class _Plan:
         charges = []
         before = b""
         for item in items:
-            shared = num_shared_tokens(before, item.key)
+            saved = num_saved_tokens(before, item.key)
             if self.counting == "padded" and before != item.key:
-                shared = 0
-            charges.append(item.num_tokens - shared)
+                saved = 0
+            charges.append(item.num_tokens - saved)
             before = item.key
         return Batch(items, charges, sum(item.num_tokens for item in items), sum(charges))
 
 
-def _shared_worth(neighbour: Item | None, member: Item | None) -> int:
+def num_saved_tokens(a: bytes, b: bytes) -> int:
+    """Tokens that need not be computed twice for two sequences: their common prefix, if it is long enough to be shared."""
+    shared = num_shared_tokens(a, b)
+    return shared if shared >= MIN_SHARED_TOKENS or a == b else 0
+
+
+def _saved_worth(neighbour: Item | None, member: Item | None) -> int:
     """Tokens that a neighbour shares with a member of the run; 0 where it is not worth bringing it forward."""
     if neighbour is None or member is None:
         return 0
-    shared = num_shared_tokens(neighbour.key, member.key)
-    worth = shared >= MIN_SHARED_TOKENS and shared * MIN_SHARED_FRACTION >= neighbour.num_tokens
-    return shared if worth or neighbour.key == member.key else 0
+    saved = num_saved_tokens(neighbour.key, member.key)
+    return saved if saved * MIN_SHARED_FRACTION >= neighbour.num_tokens else 0

@@ -87,7 +87,7 @@ class ScoringService:
         model = await asyncio.get_running_loop().run_in_executor(self._worker, load)
         _check_limits(self.settings, model)
         # A model with a token tree computes a shared prefix once; any other is charged for its padding.
-        self.counting = "shared" if getattr(model, "shares_prefixes", False) else "padded"
+        self.counting = "shared" if model.shares_prefixes else "padded"
         self.admission.longest_item = self.settings.max_length or model.max_length
         self.model = model
         await self._batches.probe(model)

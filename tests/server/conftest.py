@@ -34,6 +34,7 @@ class FakeModel:
     device = "cpu"
     record: Any = None
     shares_prefixes = True
+    sharing_off: str | None = None
 
     def __init__(self, renderer: Any, max_length: int = 512) -> None:
         self.renderer = renderer

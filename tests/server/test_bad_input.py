@@ -120,6 +120,17 @@ async def test_role_that_the_template_does_not_know_is_named_and_fails_alone(fak
     assert SECRET not in response.text
 
 
+@pytest.mark.parametrize("depth", [200, 900])
+async def test_deeply_nested_tool_calls_are_no_crash(fake: Any, serve: Serve, depth: int) -> None:
+    nested: Any = {}
+    for _ in range(depth):
+        nested = {"a": nested}
+    message = {"role": "assistant", "content": "a", "tool_calls": [nested]}
+    async with serve(fake) as (client, _):
+        response = await client.post("/score", content=orjson.dumps({"conversations": [[message]]}))
+    assert response.status_code in (200, 422)
+
+
 async def test_body_over_the_limit_is_refused_before_it_is_read(fake: Any, serve: Serve) -> None:
     async with serve(fake) as (client, service):
         response = await client.post("/score", content=b'{"texts": ["' + b"a" * 10_000_000 + b'"]}')

@@ -3,11 +3,15 @@ from itertools import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rm_core.tree import MIN_SHARED, count_tokens
 from rm_server.groups import Item, Request, WaitingItems, ids_of, key_of, num_shared_tokens
-from rm_server.planner import Batch, BatchCost, plan_batch
+from rm_server.planner import MIN_SHARED_TOKENS, Batch, BatchCost, plan_batch
 
 Ids = tuple[int, ...]
-sequences = st.lists(st.integers(0, 3), min_size=1, max_size=12).map(tuple)
+# In runs of 16, the shortest that is shared.
+sequences = st.lists(st.integers(0, 3), min_size=1, max_size=12).map(
+    lambda ids: tuple(i for i in ids for _ in range(16))
+)
 requests = st.lists(st.lists(sequences, min_size=1, max_size=8), min_size=1, max_size=8)
 
 
@@ -20,9 +24,8 @@ def waiting_with(groups: list[list[Ids]]) -> tuple[WaitingItems, list[Request]]:
     return waiting, made
 
 
-def distinct_tokens(batch: Batch) -> int:
-    """The nodes of the prefix tree, counted the obvious way."""
-    return len({tuple(ids_of(item.key)[:end]) for item in batch.items for end in range(1, item.num_tokens + 1)})
+def tree_tokens(batch: Batch) -> int:
+    return count_tokens([ids_of(item.key) for item in batch.items])
 
 
 def padded_tokens(batch: Batch) -> int:
@@ -44,7 +47,7 @@ def test_keys_sort_as_ids_and_know_their_common_prefix(a: list[int], b: list[int
     assert num_shared_tokens(key_of(a), key_of(b)) == expected
 
 
-@given(requests, st.integers(16, 64))
+@given(requests, st.integers(192, 800))
 @settings(deadline=None)
 def test_every_item_is_planned_once_and_no_batch_is_over_budget(groups: list[list[Ids]], budget: int) -> None:
     waiting, _ = waiting_with(groups)
@@ -54,11 +57,11 @@ def test_every_item_is_planned_once_and_no_batch_is_over_budget(groups: list[lis
     assert len(waiting) == 0
     assert waiting.num_tokens == 0
     for batch in batches:
-        assert batch.computed_tokens == distinct_tokens(batch) <= budget
+        assert batch.computed_tokens == tree_tokens(batch) <= budget
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items)
 
 
-@given(requests, st.integers(16, 64))
+@given(requests, st.integers(192, 800))
 @settings(deadline=None)
 def test_padded_batches_are_charged_for_their_padding(groups: list[list[Ids]], budget: int) -> None:
     waiting, _ = waiting_with(groups)
@@ -68,29 +71,33 @@ def test_padded_batches_are_charged_for_their_padding(groups: list[list[Ids]], b
 
 
 @given(st.lists(sequences, min_size=1, max_size=20))
-def test_cost_equals_the_count_of_distinct_prefixes_in_any_order(group: list[Ids]) -> None:
+def test_cost_equals_that_of_the_token_tree_in_any_order(group: list[Ids]) -> None:
     cost = BatchCost("shared")
     for ids in group:
         cost.add(key_of(ids), cost.with_key(key_of(ids)))
-    assert cost.tokens == len({ids[:end] for ids in group for end in range(1, len(ids) + 1)})
+    assert cost.tokens == count_tokens(group)
 
 
 @given(requests, st.data())
 @settings(deadline=None)
 def test_discarded_requests_are_never_planned(groups: list[list[Ids]], data: st.DataObject) -> None:
     waiting, made = waiting_with(groups)
-    first = plan_batch(waiting, 16, "shared")
+    first = plan_batch(waiting, 192, "shared")
     gone = set(data.draw(st.lists(st.sampled_from(made))))
     for request in gone:
         for item in waiting.discard(request):
             assert item not in first.items
-    later = list(chain.from_iterable(batch.items for batch in drain(waiting, 16)))
+    later = list(chain.from_iterable(batch.items for batch in drain(waiting, 192)))
     assert not gone & {item.request for item in later}
     kept = [item for request in set(made) - gone for item in first.items if item.request is request]
     assert len(kept) + len(later) == sum(
         len(group) for group, request in zip(groups, made, strict=True) if request not in gone
     )
     assert len(waiting) == waiting.num_tokens == 0
+
+
+def test_planner_and_token_tree_agree_on_the_shortest_shared_run() -> None:
+    assert MIN_SHARED_TOKENS == MIN_SHARED
 
 
 def test_sequence_over_the_budget_is_scored_alone() -> None:
@@ -162,11 +169,12 @@ def test_single_answers_of_one_prompt_meet_in_one_batch_whatever_comes_between()
 
 
 def test_charges_add_up_and_equal_sequences_are_charged_once() -> None:
-    waiting, _ = waiting_with([[(1, 2, 3), (1, 2, 3)], [(1, 2, 4, 5)]])
+    prompt = tuple(range(20))
+    waiting, _ = waiting_with([[(*prompt, 3), (*prompt, 3), (7,), (7,)], [(*prompt, 4, 5)]])
     batch = plan_batch(waiting, 64, "shared")
-    assert sorted(batch.charges) == [0, 2, 3]
-    assert batch.computed_tokens == 5
-    assert batch.num_tokens == 10
+    assert sorted(batch.charges) == [0, 0, 1, 2, 21]
+    assert batch.computed_tokens == 24
+    assert batch.num_tokens == 66
 
 
 def test_planning_32_000_long_items_is_fast_enough_for_the_event_loop() -> None:
