@@ -159,7 +159,7 @@ class _Plan:
 
 
 def num_saved_tokens(a: bytes, b: bytes) -> int:
-    """Tokens that need not be computed twice for two sequences: their common prefix, if it is long enough to be shared."""
+    """Tokens that are computed once for two sequences: their common prefix, if it is long enough to be shared."""
     shared = num_shared_tokens(a, b)
     return shared if shared >= MIN_SHARED_TOKENS or a == b else 0
 

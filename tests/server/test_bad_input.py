@@ -122,12 +122,10 @@ async def test_role_that_the_template_does_not_know_is_named_and_fails_alone(fak
 
 @pytest.mark.parametrize("depth", [200, 900])
 async def test_deeply_nested_tool_calls_are_no_crash(fake: Any, serve: Serve, depth: int) -> None:
-    nested: Any = {}
-    for _ in range(depth):
-        nested = {"a": nested}
-    message = {"role": "assistant", "content": "a", "tool_calls": [nested]}
+    nested = b'{"a":' * depth + b"1" + b"}" * depth
+    body = b'{"conversations": [[{"role": "assistant", "content": "a", "tool_calls": [' + nested + b"]}]]}"
     async with serve(fake) as (client, _):
-        response = await client.post("/score", content=orjson.dumps({"conversations": [[message]]}))
+        response = await client.post("/score", content=body)
     assert response.status_code in (200, 422)
 
 

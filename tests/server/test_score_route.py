@@ -24,7 +24,7 @@ async def test_one_group_of_text_is_scored_in_order(fake: Any, serve: Serve, sco
     assert answer["truncated"] == [False, False, False]
     assert answer["reward_id"] == fake.reward_id
     assert answer["model"] == "fake"
-    assert answer["usage"]["tokens"] > answer["usage"]["computed_tokens"] > 0
+    assert answer["usage"] == {"tokens": 45, "computed_tokens": 45}, "12 shared tokens are too few to share"
     assert set(answer["timing"]) == {"queue_ms", "tokenize_ms", "forward_ms"}
     assert "errors" not in answer
     assert "advantages" not in answer

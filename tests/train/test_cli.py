@@ -26,8 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     try:
         main([str(argument) for argument in arguments])
     except SystemExit as exit_:
-        assert isinstance(exit_.code, int)
-        code = exit_.code
+        code = int(exit_.code or 0)
     out, err = capsys.readouterr()
     return code, out, err
 
