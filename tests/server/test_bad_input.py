@@ -65,6 +65,8 @@ BAD = [
     ({"input_ids": [[1, 300]]}, 422, "input_ids[0][1]: 300 is not a token id"),
     (b'{"input_ids": [[18446744073709551615]]}', 422, "input_ids[0][0]: 18446744073709551615 is not a token id"),
     (b'{"input_ids": [[123456789012345678901234567890]]}', 422, "input_ids[0][0]: must be an integer"),
+    ({f"field{n}": 1 for n in range(5000)}, 422, "the body: 5000 fields are too many"),
+    ({"conversations": [[{f"field{n}": 1 for n in range(50)}]]}, 422, "conversations[0][0]: 50 fields are too many"),
     ({"input_ids": [3]}, 422, "input_ids[0]: must be a list"),
     ({"texts": ["a"], "tokenizer": "sha256:x"}, 422, "tokenizer: belongs to input_ids"),
     ({"texts": ["a " * 600]}, 422, "texts[0]: 120"),
