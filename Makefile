@@ -6,13 +6,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := rm_core rm_train rm_server rm_client
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast lint format docs clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: ## make or refresh the environment in .venv; returns at once when nothing changed
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup.sh
