@@ -181,21 +181,31 @@ class Server:
         return self.log.read_text(errors="replace")[-3000:]
 
     def signal(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, number)
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
-        if self.process is not None:
-            try:
-                self.process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                self.signal(signal.SIGKILL)
-                self.process.wait()
-            # What is left of the group (a worker that outlived its parent) ends too.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process is None or self.process.returncode is not None:
+            return
+        if not self._ended_within(30):
+            self.signal(signal.SIGKILL)
+        # What is left of the group (a worker that outlived its parent) ends too. The leader is reaped only afterwards:
+        # until then its number cannot become that of somebody else's process.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _ended_within(self, seconds: float) -> bool:
+        assert self.process is not None
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return True
+            time.sleep(0.05)
+        return False
 
     def resident_bytes(self) -> int:
         assert self.process is not None
