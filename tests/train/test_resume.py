@@ -1,5 +1,6 @@
 """A run that was killed goes on to the very bits of the unbroken one, and refuses to go on as another run."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -282,7 +283,8 @@ def test_process_killed_by_the_system_resumes_to_the_same_bits(
         ) as process:
             try:
                 while process.poll() is None and not _has_step(run, step):
-                    pass
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=0.005)
             finally:
                 process.send_signal(signal.SIGKILL)
     done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
