@@ -108,6 +108,11 @@ def score_padded(network: RewardNetwork, sequences: Sequence[Sequence[int]], max
 
 
 Hit = tuple[CachedPrefix, int] | None
+"""A known beginning and how many of its tokens count; None where nothing is known."""
+
+
+def _known(hit: Hit) -> int:
+    return hit[1] if hit else 0
 
 
 def _find(cache: PrefixCache | None, carried: CachedPrefix | None, ids: Key) -> Hit:
@@ -115,7 +120,7 @@ def _find(cache: PrefixCache | None, carried: CachedPrefix | None, ids: Key) -> 
     hit = cache.find(ids) if cache is not None else None
     if carried is not None:
         length = usable_length(shared_length(carried.ids, ids), ids)
-        if length > (hit[1] if hit else 0):
+        if length > _known(hit):
             return carried, length
     return hit
 
@@ -129,11 +134,11 @@ def _take(
     carried: CachedPrefix | None,
 ) -> tuple[int, list[Hit]]:
     """How far from ``start`` one pass reaches, and each sequence's known beginning. At least one sequence."""
-    tokens = len(order[start]) - (found[0][1] if found[0] else 0)
+    tokens = len(order[start]) - _known(found[0])
     end = start + 1
     while end < len(order):
         hit = _find(cache, carried, order[end])
-        known = max(hit[1] if hit else 0, _shared_in_pass(order[end - 1], order[end], found[-1], hit))
+        known = max(_known(hit), _shared_in_pass(order[end - 1], order[end], found[-1], hit))
         if tokens + len(order[end]) - known > max_tokens:
             break
         tokens += len(order[end]) - known
@@ -146,7 +151,7 @@ def _shared_in_pass(before: Key, ids: Key, hit_before: Hit, hit: Hit) -> int:
     """What two neighbours of one pass share: they must stand under the same prefix, and the run must pay."""
     if _same(hit_before, hit):
         shared = shared_length(before, ids)
-        own = shared - (hit[1] if hit else 0)
+        own = shared - _known(hit)
         return shared if own >= MIN_SHARED else 0
     return 0
 
@@ -170,7 +175,7 @@ def _pack(batch: list[Key], found: list[Hit]) -> _Row:
         while end < len(batch) and _same(found[at], found[end]):
             end += 1
         hit = found[at]
-        known = hit[1] if hit else 0
+        known = _known(hit)
         tree = build_tree([ids_[known:] for ids_ in batch[at:end]])
         base = len(segments)
         segments += [
@@ -229,7 +234,7 @@ def _paths_to_keep(
     wanted: list[tuple[int, int, np.ndarray]] = []
     seen: set[int] = set()
     for sequence, ids in enumerate(batch if cache is not None else []):
-        known = found[sequence][1] if found[sequence] else 0  # type: ignore[index]
+        known = _known(found[sequence])
         index = int(row.segment_of[row.last[sequence]])
         parent = row.plan.segments[index].parent
         if parent >= 0:
@@ -242,7 +247,7 @@ def _paths_to_keep(
         if parent not in seen and length >= MIN_SHARED:
             seen.add(parent)
             wanted.append((sequence, length, _rows_of(row, sequence)[: length - known]))
-    known = found[-1][1] if found[-1] else 0
+    known = _known(found[-1])
     covered = any(
         length >= shared_next and batch[i][:shared_next] == batch[-1][:shared_next] for i, length, _ in wanted
     )

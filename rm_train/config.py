@@ -225,7 +225,7 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of AdamW."""
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises from zero."""
+    """Share of the steps in which the learning rate rises to its highest."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """What the learning rate does after warm-up: falls to zero linearly or by a half cosine, or stays."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
@@ -233,7 +233,7 @@ class TrainConfig(BaseModel):
     eval_every: int | None = Field(default=None, ge=1)
     """Evaluate every this many steps; null evaluates only at the end."""
     save_every: int | None = Field(default=None, ge=1)
-    """Save the state for `--resume` every this many steps; null saves only at the end."""
+    """Save the state for `--resume` every this many steps; null saves none, so the run cannot be resumed."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a lower loss, and keep the best weights; null never stops."""
     final_eval_dtype: Literal["float32", "compute"] = "float32"
