@@ -171,7 +171,7 @@ class AsyncRewardClient:
                 response = await pool.request(method, path, content=content, timeout=limits)
                 outcome = read_response(response)
             except httpx.RequestError as error:
-                outcome = connection_error(error, f"{pool.base_url}{path}")
+                outcome = connection_error(error, str(pool.base_url.join(path)))
             if not isinstance(outcome, RewardClientError):
                 return outcome
             outcome.num_attempts = attempt + 1

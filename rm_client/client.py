@@ -168,7 +168,7 @@ class RewardClient:
                 response = self._http.request(method, path, content=content, timeout=limits)
                 outcome = read_response(response)
             except httpx.RequestError as error:
-                outcome = connection_error(error, f"{self._http.base_url}{path}")
+                outcome = connection_error(error, str(self._http.base_url.join(path)))
             if not isinstance(outcome, RewardClientError):
                 return outcome
             outcome.num_attempts = attempt + 1

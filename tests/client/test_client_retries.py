@@ -295,3 +295,22 @@ def test_each_event_loop_gets_its_own_pool(server: Any) -> None:
 def test_a_cause_stays_attached() -> None:
     cause = httpx.ConnectError("refused")
     assert connection_error(cause, "http://rm/score").__cause__ is cause
+
+
+async def test_an_unreachable_server_is_named_by_its_whole_address() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    for base_url, expected in (
+        ("http://server:9", "http://server:9/score"),
+        ("http://server:9/rm/", "server:9/rm/score"),
+    ):
+        transport = httpx.MockTransport(refuse)
+        with (
+            RewardClient(base_url, transport=transport, max_retries=0) as client,
+            pytest.raises(RewardClientError, match=expected),
+        ):
+            client.score_texts(["a"])
+        async with AsyncRewardClient(base_url, transport=transport, max_retries=0) as client_:
+            with pytest.raises(RewardClientError, match=expected):
+                await client_.score_texts(["a"])
