@@ -39,6 +39,14 @@ class Prefix(NamedTuple):
     """At least ``length`` tokens a layer; the first ``length`` of them count."""
 
 
+class AttentionCall(NamedTuple):
+    """What transformers asks of the attention of one layer."""
+
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+
 @dataclass
 class TreePlan:
     """What the attention of one forward needs to know beside queries, keys and values."""
@@ -54,8 +62,8 @@ class TreePlan:
     """For each of ``keep`` what was asked for, layer by layer."""
     block_mask: Any = None
     """FlexAttention's masks by window, built once a forward (CUDA)."""
-    calls: int = 0
-    """How many layers asked: a model that does not pass ``tree=`` down never does."""
+    calls: list[AttentionCall] = field(default_factory=list)
+    """What the layers asked for, in order: a model that does not pass ``tree=`` down never does."""
 
     @classmethod
     def of(cls, tree: TokenTree) -> "TreePlan":
@@ -79,7 +87,7 @@ def tree_attention(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention output [1, N, Q, D] of a packed row. Differentiable in query, key and value (without a prefix)."""
-    plan.calls += 1
+    plan.calls.append(AttentionCall(scaling, sliding_window, softcap))
     # Under autocast, rotary embedding turns query and key into fp32 while the value stays in the lower type.
     query_1QND, key_1KND = query_1QND.to(value_1KND.dtype), key_1KND.to(value_1KND.dtype)
     layer = int(getattr(module, "layer_idx", 0))

@@ -95,6 +95,8 @@ class Renderer:
         self._has_template = template is not None
         self._eos_ids = self._ids_of(rules.end_of_text)
         self._turn_end_ids = self._ids_of(rules.end_of_turn)
+        self._ends = _end_tokens(tokenizer, rules)
+        self._special = re.compile("|".join(re.escape(token) for token in _special_tokens(tokenizer)) or r"(?!)")
         self._tail = self._probe_tail() if self._has_template else []
 
     @classmethod
@@ -171,21 +173,38 @@ class Renderer:
         ids = self._encode(self._template(messages), add_special_tokens=False)
         return self._end_chat(ids, finished)
 
-    def render_templated(self, text: str, *, finished: bool = True) -> list[int]:
+    def render_templated(self, text: str, *, finished: bool | None = True) -> list[int]:
         """Ids of a text that a policy wrote with this chat template, special tokens and all.
 
         Equal to ``render_conversation`` of the same conversation. A BOS that the template begins with and the caller
-        stripped (verl does) is put back once.
+        stripped (verl does) is put back once. A text without any special token before its end was written without the
+        template, and is raw text. ``finished=None``: it is finished if it stops at an end token.
         """
-        if not self._has_template:
-            return self.render_text(text, finished=finished, text_as="raw")
         if not text:
             raise RenderError("text", "is empty")
-        ids = self._encode(text, add_special_tokens=False)
+        body, is_ended = self.split_end(text)
+        finished = is_ended if finished is None else finished
+        if not body:
+            body = text
+        if not self._has_template or not self._special.search(body):
+            return self.render_text(body, finished=finished, text_as="raw")
+        ids = self._encode(body, add_special_tokens=False)
         bos = self.tokenizer.bos_token_id
         if self.rules.chat_begins_with_bos and ids[0] != bos:
             ids = [bos, *ids]
         return self._end_chat(ids, finished)
+
+    def split_end(self, text: str) -> tuple[str, bool]:
+        """A policy's own text without the end and pad tokens that it stops at, and whether there were any."""
+        end, is_ended = len(text), False
+        while True:
+            stop = end
+            while stop and text[stop - 1].isspace():
+                stop -= 1
+            token = next((token for token in self._ends if text.endswith(token, 0, stop)), None)
+            if token is None:
+                return text[:end], is_ended
+            end, is_ended = stop - len(token), True
 
     def render_pair(
         self,
@@ -386,6 +405,19 @@ def _derive_rules(tokenizer: Any, base: RenderingRules) -> RenderingRules:
         "thinking": "kept" if _THOUGHT in thought else "dropped",
     }
     return base.model_copy(update=found)
+
+
+def _end_tokens(tokenizer: Any, rules: RenderingRules) -> list[str]:
+    """What a policy's text may stop at: the ends that the rules name, EOS, and padding behind them."""
+    found = (rules.end_of_turn, rules.end_of_text, tokenizer.eos_token, tokenizer.pad_token)
+    return list(dict.fromkeys(str(token) for token in found if token))
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """All special tokens as text, longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    found = {*map(str, tokenizer.all_special_tokens), *(str(token) for token in added if token.special)}
+    return sorted(found - {""}, key=lambda token: (-len(token), token))
 
 
 def _end_of_turn(tokenizer: Any, date: datetime.date) -> str | None:

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rm_core.chat import Renderer, RenderingRules, sha256_of, tokenizer_hash
 from rm_core.loading import Source, head_tensor_names
+from rm_core.model_card import CARD_FILE, model_card
+from rm_core.reward_heads import hash_heads
 from rm_core.weights import hash_tensors
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class WeightHashes(_Section):
     """Adapter tensors without the head; None for a full model."""
     head: str
     """The reward head's tensors."""
+    heads: str | None = None
+    """The single heads whose mean the reward head is; None where there is one alone."""
     tokenizer: str
     """``rm_core.chat.tokenizer_hash``."""
 
@@ -151,13 +155,17 @@ def compute_hashes(
         base=hash_tensors(base_directory, is_body),
         adapter=hash_tensors(directory, is_body) if kind == "adapter" else None,
         head=hash_tensors(directory, is_head),
+        heads=hash_heads(directory),
         tokenizer=tokenizer_hash(tokenizer),
     )
 
 
 def reward_id_of(hashes: WeightHashes, rules: RenderingRules) -> str:
     """The reward's identity: sha256 over its parts' hashes and the rendering rules."""
-    return sha256_of(json.dumps([hashes.model_dump(), rules.model_dump(mode="json")], sort_keys=True))
+    parts = hashes.model_dump()
+    if parts["heads"] is None:
+        del parts["heads"]  # ids of checkpoints with one head stay what they were before there were several
+    return sha256_of(json.dumps([parts, rules.model_dump(mode="json")], sort_keys=True))
 
 
 def verify_identity(
@@ -174,9 +182,15 @@ def verify_identity(
     except RenderError as error:
         what = "the chat template is another one" if error.field == "chat_template" else "a rendering rule changed"
         raise CheckpointError(f"{directory}: {what}: {error}") from None
-    for part, where in (("base", base_directory), ("adapter", directory), ("head", directory)):
+    for part, where in (
+        ("base", base_directory),
+        ("adapter", directory),
+        ("head", directory),
+        ("heads", directory),
+    ):
         if getattr(hashes, part) != getattr(recorded, part):
-            name = "the reward head" if part == "head" else f"the {part} weights"
+            names = {"head": "the reward head", "heads": "one of the single reward heads"}
+            name = names.get(part, f"the {part} weights")
             raise CheckpointError(f"{where}: {name} changed since this checkpoint was written (hash differs)")
     if reward_id_of(hashes, record.rules) != record.reward_id:
         raise CheckpointError(
@@ -249,11 +263,12 @@ def write_checkpoint(
             reloaded,
             measure(reloaded),
             base=model.base,
-            trained_in={"dtype": model.dtype, "quantization": None, "device": model.device.type},
+            trained_in={"dtype": model.dtype, "quantization": model.quantization, "device": model.device.type},
             training_length=training_length,
             data=data or {},
         )
         write_record(record, staging)
+        (staging / CARD_FILE).write_text(model_card(record), encoding="utf-8")
         replace_directory(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

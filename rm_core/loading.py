@@ -3,6 +3,7 @@
 Invariant: nothing that is served has a weight that was missing from its files or freshly initialised.
 """
 
+import importlib.util
 import json
 import os
 import warnings
@@ -122,13 +123,27 @@ def build_for_training(
     dtype: torch.dtype,
     seed: int,
     head_init_scale: float,
+    start: Source | None = None,
+    quantize: Literal["4bit", "8bit"] | None = None,
+    device: torch.device | None = None,
+    num_heads: int = 1,
 ) -> RewardNetwork:
     """A base with a new head, and LoRA (options of ``peft.LoraConfig``) or all weights trainable.
 
     New layers start normal with std ``head_init_scale`` / sqrt(H): small, so that the first loss is ln 2. Full
-    fine-tuning keeps fp32 weights.
+    fine-tuning keeps fp32 weights. A base that is a reward model keeps its head. ``start`` is an adapter on this base
+    to go on from; without ``lora`` it is merged. ``quantize`` stores the base's linear layers in so many bits, the head
+    left out; it needs CUDA. ``num_heads`` heads are trained beside each other, each from its own start. Raises
+    LoadError.
     """
-    classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32)
+    if start is not None and num_heads > 1:
+        raise LoadError(f"{start.name}: has a head to go on with; head.count {num_heads} needs a base without one")
+    if start is not None and lora is None:
+        network = load_adapter(start, base)
+        network.requires_grad_(True)
+        return network
+    quantization = {} if quantize is None else _quantization(quantize, dtype, device)
+    classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32, **quantization)
     classifier.config.pad_token_id = classifier.config.pad_token_id or 0
     generator = torch.Generator().manual_seed(seed)
     modules = sorted({name.rpartition(".")[0] for name in fresh})
@@ -141,6 +156,8 @@ def build_for_training(
                 else:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(noise * head_init_scale / parameter.shape[-1] ** 0.5)
+    if num_heads > 1:
+        _widen_head(classifier, base, "score.weight" in fresh, num_heads, head_init_scale, generator)
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -150,7 +167,69 @@ def build_for_training(
             # peft 0.21 reads an attribute that transformers 5.24 renamed
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             classifier = get_peft_model(classifier, options)
+        if start is not None:
+            _continue_adapter(classifier, start)
     return RewardNetwork(classifier)
+
+
+def _widen_head(
+    classifier: Any, base: Source, is_fresh: bool, num_heads: int, scale: float, generator: torch.Generator
+) -> None:
+    """Give a decoder's new head so many rows, each drawn for itself."""
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise LoadError(f"{base.name}: head.count {num_heads} needs a decoder (a model whose head is one linear layer)")
+    if not is_fresh:
+        raise LoadError(f"{base.name}: has a head to go on with; head.count {num_heads} needs a base without one")
+    rows = torch.randn((num_heads, head.in_features), generator=generator) * scale / head.in_features**0.5
+    head.weight = torch.nn.Parameter(rows.to(head.weight.dtype))
+    head.out_features = num_heads
+
+
+def _continue_adapter(classifier: Any, start: Source) -> None:
+    """Put the weights of an adapter, its head among them, into a fresh one that is built the same way."""
+    from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
+    old, new = PeftConfig.from_pretrained(str(start.directory)), classifier.active_peft_config
+    for name in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        if getattr(old, name) != getattr(new, name):
+            raise LoadError(
+                f"{start.name}: was trained with {name} {getattr(old, name)}, the lora section says "
+                f"{getattr(new, name)}; training goes on with the same adapter only"
+            )
+    stored = {name: read_tensor(start.directory, name) for name in tensor_names(start.directory)}
+    expected = get_peft_model_state_dict(classifier)
+    if odd := sorted(set(stored) ^ set(expected)):
+        where = "only the lora section asks for" if odd[0] in expected else "the lora section does not ask for"
+        raise LoadError(f"{start.name}: {where} {odd[0]!r}; training goes on with the same lora.target_modules only")
+    for name, tensor in expected.items():
+        if stored[name].shape != tensor.shape:  # type: ignore[union-attr]
+            raise LoadError(f"{start.name}: {name!r} has another shape than the lora section gives")
+    set_peft_model_state_dict(classifier, stored)
+
+
+def _quantization(quantize: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for a quantised base. Raises LoadError where that cannot work."""
+    if device is None or device.type != "cuda":
+        raise LoadError(f"model.quantize: {quantize} needs a CUDA device, and there is none here; set it to null")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise LoadError("model.quantize: needs the package bitsandbytes (pip install bitsandbytes)")
+    from transformers import BitsAndBytesConfig
+
+    # the one-row head would be rounded to nothing (all scores 0.0), so it and its like stay as they are
+    skip = ["score", "classifier", "pooler", "head"]
+    config = (
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=skip,
+        )
+        if quantize == "4bit"
+        else BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def adapter_base(source: Source) -> str:
@@ -186,8 +265,8 @@ def _config(source: Source) -> Any:
         raise LoadError(f"{source.name}: config.json cannot be read: {_first_line(error)}") from error
 
 
-def _from_pretrained(source: Source, dtype: torch.dtype) -> tuple[Any, set[str]]:
-    """The classifier and the names of its weights that were in no file."""
+def _from_pretrained(source: Source, dtype: torch.dtype, **options: Any) -> tuple[Any, set[str]]:
+    """The classifier and the names of its weights that were in no file; ``options`` go to ``from_pretrained``."""
     weight_files(source.directory)
     config = _config(source)
     config.num_labels = 1
@@ -199,7 +278,7 @@ def _from_pretrained(source: Source, dtype: torch.dtype) -> tuple[Any, set[str]]
     logging.disable_progress_bar()
     try:
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
-            source.directory, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True
+            source.directory, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise LoadError(f"{source.name}: cannot be loaded as a sequence classifier: {_first_line(error)}") from error

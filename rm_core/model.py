@@ -4,6 +4,7 @@ Invariant: everything that scores (trainer's evaluation, server, command line) g
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +37,9 @@ from rm_core.loading import (
 from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.passes import Scored, score_in_passes, score_padded
 from rm_core.prefix_cache import PrefixCache
+from rm_core.reward_heads import as_mean, check_mean, read_heads, write_heads
 from rm_core.smollm2 import BundledModelError
-from rm_core.weights import WeightsError
+from rm_core.weights import WeightsError, count_parameters
 
 
 class RewardModel:
@@ -63,6 +65,8 @@ class RewardModel:
         self.kind = kind
         self.base = base
         self.record = record
+        self.quantization: str | None = None
+        """How the base was stored while training; a loaded checkpoint is never quantised."""
         self._hashes = hashes
         config = network.base.config.get_text_config()
         limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
@@ -116,11 +120,14 @@ class RewardModel:
         if record and verify:
             verify_identity(record, hashes, renderer, source.directory, origin.directory)
         network = load_model(source, compute.dtype) if kind == "model" else load_adapter(source, origin)
+        network.heads = read_heads(source.directory)
+        if network.heads is not None:
+            check_mean(network.heads, network.head.weight)
         model = cls(network, renderer, compute, name=path, kind=kind, base=origin, hashes=hashes, record=record)
         model.to_dtype(compute.dtype_name)
         network.to(compute.device)
         network.eval().requires_grad_(False)
-        network.check_tree()
+        network.check_tree(fuse=True)
         if record and verify:
             verify_golden(record, model, source.directory)
         return model
@@ -138,33 +145,53 @@ class RewardModel:
         device: str = "auto",
         text_as: Literal["raw", "chat"] = "raw",
         end: Literal["token", "template"] = "token",
+        quantize: Literal["4bit", "8bit"] | None = None,
+        num_heads: int = 1,
     ) -> "RewardModel":
-        """A base model with a new head; ``lora`` are options of ``peft.LoraConfig``, None trains every weight."""
+        """A base model with a new head; ``lora`` are options of ``peft.LoraConfig``, None trains every weight.
+
+        ``base`` may be a reward model to go on from: a full one, or an adapter checkpoint (with the same ``lora``).
+        """
         try:
             compute = choose_compute(dtype, device)
-            source = locate(base, revision)
-            renderer = Renderer.for_tokenizer(load_tokenizer(source.directory), text_as=text_as, end=end)
+            source, start = locate(base, revision), None
+            tokens = source.directory
+            if kind_of(source) == "adapter":
+                start, source = source, _base_of(source)
+                tokens = start.directory if _has_tokenizer(start.directory) else source.directory
+            renderer = Renderer.for_tokenizer(load_tokenizer(tokens), text_as=text_as, end=end)
             network = build_for_training(
-                source, lora=lora, dtype=compute.dtype, seed=seed, head_init_scale=head_init_scale
-            )
+                source, lora=lora, dtype=compute.dtype, seed=seed, head_init_scale=head_init_scale,
+                start=start, quantize=quantize, device=compute.device, num_heads=num_heads,
+            )  # fmt: skip
         except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
             raise CheckpointError(str(error)) from error
         network.to(compute.device)
         network.check_tree()
         kind: Literal["adapter", "model"] = "model" if lora is None else "adapter"
-        return cls(network, renderer, compute, name=base, kind=kind, base=source)
+        model = cls(network, renderer, compute, name=base, kind=kind, base=source)
+        model.quantization = quantize
+        return model
 
     def save_weights(self, directory: Path) -> None:
         """Write weights and tokenizer as plain peft or transformers would (safetensors), without our record."""
-        self.network.classifier.save_pretrained(str(directory), safe_serialization=True)
+        self.network.unfuse("its weights were saved")
+        several = self.network.num_heads > 1
+        with as_mean(self.network.head) if several and self.network.heads is None else nullcontext():
+            self.network.classifier.save_pretrained(str(directory), safe_serialization=True)
+        if several:
+            write_heads(directory, self.network.head.weight if self.network.heads is None else self.network.heads)
         self.tokenizer.save_pretrained(str(directory))
         (directory / "README.md").unlink(missing_ok=True)  # peft's model card is a form with empty fields
 
     def to_dtype(self, dtype: str) -> None:
         """Compute the backbone in this dtype from now on; the head stays fp32, and so do encoders as a whole."""
         target = getattr(torch, dtype) if self.network.is_decoder else torch.float32
+        self.network.unfuse("its dtype was changed")
         if self.network.is_decoder:
-            self.network.backbone.to(target)
+            # Weights only: rotary frequencies are buffers; in bf16 they would turn the 500th token by half a radian.
+            for parameter in self.network.backbone.parameters():
+                parameter.data = parameter.data.to(target)
         self.network.fp32_head()
         if target != self.compute.dtype:
             reason = (
@@ -198,6 +225,24 @@ class RewardModel:
             if self.sharing_off is None:
                 return score_in_passes(self.network, sequences, budget, cache)
             return score_padded(self.network, sequences, budget)
+
+    # ------------------------------------------------------------------ memory
+
+    def leave_device(self) -> int:
+        """Move the weights off a GPU and return the bytes freed there; on the CPU they stay where they are (0).
+
+        Nothing may be scored until ``return_to_device``.
+        """
+        if self.device.type == "cpu":
+            return 0
+        weights = [*self.network.parameters(), *self.network.buffers()]
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        self.network.to("cpu")
+        return num_bytes
+
+    def return_to_device(self) -> None:
+        """Undo ``leave_device``."""
+        self.network.to(self.compute.device)
 
     # ------------------------------------------------------------------ facts
 
@@ -238,8 +283,29 @@ class RewardModel:
         return self.hashes.tokenizer
 
 
+def count_weights(path: str) -> tuple[int, Literal["adapter", "model"]]:
+    """How many numbers a model's files hold, base included, and its kind; reads headers alone.
+
+    Raises CheckpointError as ``RewardModel.load`` does for what is missing.
+    """
+    try:
+        source = locate(path)
+        kind = kind_of(source)
+        if kind == "model":
+            return count_parameters(source.directory), kind
+        return count_parameters(_base_of(source).directory) + count_parameters(source.directory), kind
+    except (LoadError, WeightsError, BundledModelError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _base_of(adapter: Source) -> Source:
+    """The base that an adapter's record names, or else its config."""
+    record = read_record(adapter.directory)
+    return locate(record.base_model.name, record.base_model.revision) if record else locate(adapter_base(adapter))
+
+
 def _has_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() or (directory / "tokenizer_config.json").is_file()
 
 
-__all__ = ["CheckpointError", "RewardModel"]
+__all__ = ["CheckpointError", "RewardModel", "count_weights"]

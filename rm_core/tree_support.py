@@ -5,10 +5,13 @@ other numbers than its padded rows, uses padded rows, and says why.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from rm_core.attention import AttentionCall, TreePlan
 
 if TYPE_CHECKING:
     from rm_core.network import RewardNetwork
@@ -45,37 +48,60 @@ def why_no_tree(backbone: Any) -> str | None:
     return None
 
 
-def differences(network: "RewardNetwork") -> str | None:
-    """Compute a nested tree of random ids both ways; the reason to turn the tree off, or None where both agree."""
-    from rm_core.attention import TreePlan
-    from rm_core.tree import build_tree
+class SelfCheck:
+    """A nested tree of random ids, and its hidden states by padded rows, to hold other ways of computing it against."""
 
-    vocabulary = int(network.backbone.config.get_text_config().vocab_size)
-    generator = np.random.default_rng(0)
-    shared, branch = generator.integers(0, vocabulary, 24).tolist(), generator.integers(0, vocabulary, 20).tolist()
-    tails = [generator.integers(0, vocabulary, length).tolist() for length in (3, 17, 9, 30, 1)]
-    sequences = [[*shared, *branch, *tails[0]], [*shared, *branch, *tails[1]], [*shared, *tails[2]], tails[3], tails[4]]
-    tree = build_tree(sequences)
-    plan = TreePlan.of(tree)
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.inference_mode():
+    def __init__(self, network: "RewardNetwork") -> None:
+        from rm_core.tree import build_tree
+
+        self._network = network
+        vocabulary = int(network.backbone.config.get_text_config().vocab_size)
+        generator = np.random.default_rng(0)
+        shared, branch = generator.integers(0, vocabulary, 24).tolist(), generator.integers(0, vocabulary, 20).tolist()
+        tails = [generator.integers(0, vocabulary, length).tolist() for length in (3, 17, 9, 30, 1)]
+        sequences = [
+            [*shared, *branch, *tails[0]], [*shared, *branch, *tails[1]], [*shared, *tails[2]], tails[3], tails[4]
+        ]  # fmt: skip
+        self._tree = build_tree(sequences)
+        self.calls: list[AttentionCall] = []
+        """What transformers asked of each layer's attention the last time."""
+        with self._inference():
+            self._expected = torch.cat([network.padded_hidden([ids]) for ids in sequences]).float()
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        was_training = self._network.training
+        self._network.eval()
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self._network.train(was_training)
+
+    def layers(self) -> str | None:
+        """The reason why the network's layers cannot take a tree; records their ``calls``."""
+        plan = TreePlan.of(self._tree)
+        with self._inference():
             try:
-                hidden = network.run_tree(tree.ids, tree.positions, plan)[torch.from_numpy(tree.last)].float()
+                self._network.run_tree(self._tree.ids, self._tree.positions, plan, self._tree.last)
             except (TypeError, ValueError, RuntimeError, KeyError) as error:
                 return f"its forward does not take a tree ({type(error).__name__})"
-            expected = torch.cat([network.padded_hidden([ids]) for ids in sequences]).float()
-    finally:
-        network.train(was_training)
-    layers = int(network.backbone.config.get_text_config().num_hidden_layers)
-    if plan.calls != layers:
-        return f"{plan.calls} of its {layers} layers pass the tree to their attention"
-    worst = float(((hidden - expected).norm(dim=1) / expected.norm(dim=1)).max())
-    dtype = next(network.backbone.parameters()).dtype
-    if not worst <= _TOLERANCE.get(dtype, 1e-3):
-        return f"the self-check found hidden states that differ by {worst:.2g} (relative) from padded rows"
-    return None
+        self.calls = plan.calls
+        layers = int(self._network.backbone.config.get_text_config().num_hidden_layers)
+        if len(plan.calls) != layers:
+            return f"{len(plan.calls)} of its {layers} layers pass the tree to their attention"
+        return None
+
+    def difference(self) -> str | None:
+        """The reason not to trust the way the network computes a tree now, or None where it agrees."""
+        plan = TreePlan.of(self._tree)
+        with self._inference():
+            hidden = self._network.run_tree(self._tree.ids, self._tree.positions, plan, self._tree.last).float()
+        worst = float(((hidden - self._expected).norm(dim=1) / self._expected.norm(dim=1)).max())
+        dtype = next(self._network.backbone.parameters()).dtype
+        if not worst <= _TOLERANCE.get(dtype, 1e-3):
+            return f"the self-check found hidden states that differ by {worst:.2g} (relative) from padded rows"
+        return None
 
 
 def batches_by_rope_regime(config: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -5,6 +5,7 @@ Invariant: the hash covers names, dtypes, shapes and bytes of tensors, not files
 
 import hashlib
 import json
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,11 @@ def weight_files(directory: Path) -> list[Path]:
 def tensor_names(directory: Path) -> set[str]:
     """Names of all tensors in the folder's safetensors files."""
     return {entry.name for file in weight_files(directory) for entry in _entries(file)}
+
+
+def count_parameters(directory: Path) -> int:
+    """How many numbers the folder's safetensors files hold, by their headers."""
+    return sum(math.prod(entry.shape) for file in weight_files(directory) for entry in _entries(file))
 
 
 def hash_tensors(directory: Path, keep: Callable[[str], bool] = lambda name: True) -> str:

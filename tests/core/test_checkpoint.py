@@ -113,8 +113,8 @@ def test_edited_rules_are_refused(copy, field, value):
 def test_a_drifted_forward_pass_is_caught_by_the_golden_scores(copy, monkeypatch):
     from rm_core.network import RewardNetwork
 
-    right = RewardNetwork.project
-    monkeypatch.setattr(RewardNetwork, "project", lambda self, hidden: right(self, hidden) + 0.01)
+    right = RewardNetwork.project_all
+    monkeypatch.setattr(RewardNetwork, "project_all", lambda self, hidden: right(self, hidden) + 0.01)
     with pytest.raises(CheckpointError, match=r"golden conversation 'water' scores .* instead of"):
         load(copy)
 

@@ -95,3 +95,17 @@ def test_random_trees_budgets_and_caches(tiny_model, sequences, max_tokens, max_
         with torch.inference_mode():
             scored = score_in_passes(tiny_model.network, sequences, max_tokens, cache)
         np.testing.assert_allclose(scored.rewards, expected, atol=BOUND)
+
+
+def test_known_length_is_what_find_gives_and_does_not_count_as_a_use(model):
+    cache = PrefixCache(10**8)
+    sequences = [[1, *range(2, 42)], [2, *range(2, 42)]]
+    model.score_batch(sequences, cache=cache)
+    assert cache.known_length((1, *range(2, 42))) == cache.find((1, *range(2, 42)))[1] == 32
+    assert cache.known_length((9, *range(2, 42))) == 0
+    oldest = cache._entries[next(iter(cache._entries))].ids
+    cache.known_length(oldest)
+    cache.max_bytes = cache.num_bytes
+    model.score_batch([[3, *range(2, 42)]], cache=cache)
+    assert cache.num_evicted >= 1
+    assert cache.known_length(oldest) == 0

@@ -1,0 +1,389 @@
+/* The CPU's element-wise work and tree attention in bf16, for x86-64 with AVX512-BF16 and AMX. See kernels.py.
+ *
+ * Plain C on raw pointers: no torch headers, so it compiles in a second or two and does not depend on torch's ABI.
+ * It is linked without an OpenMP library: torch has loaded its own, and one pool of threads must do all the work.
+ *
+ * Matrices are row-major. bf16 values are uint16_t. N packed tokens, Q query heads, K key/value heads, D head size.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+
+enum { ROWS = 32, KEYS = 128, MAX_D = 256 };
+/* A hidden key's score. Finite, so that a block that hides everything from a row gives no NaN; a power of two, so that
+ * it minus itself is zero whatever both were multiplied with. */
+static const float MASKED = -0x1p100f;
+
+/* Linux gives a process the AMX tiles only after it asks for them. 0 where it may use them. */
+int allow_amx(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */); }
+
+/* ------------------------------------------------------------------ vectors of 16 */
+
+static inline __m512 load_bf16(const bf16 *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+static inline void store_bf16(bf16 *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+/* 2^x: 2^floor(x) times a polynomial of the rest, fitted to a relative error of 3e-6, far below bf16's. NaN stays NaN. */
+static inline __m512 exp2_16(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x - floor(x) */
+  __m512 p = _mm512_set1_ps(0.013426688f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.052242465f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24128021f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69304484f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, x);
+}
+
+/* ------------------------------------------------------------------ element-wise */
+
+/* x [N, H] (fp32, in place) += delta [N, H] (bf16, may be NULL); out [N, H] (bf16) = x / rms(x) * weight [H] (fp32). */
+void add_rms_norm(float *x, const bf16 *delta, const float *weight, float eps, bf16 *out, long N, long H,
+                  int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long row = 0; row < N; row++) {
+    float *xr = x + row * H;
+    const bf16 *dr = delta ? delta + row * H : 0;
+    bf16 *o = out + row * H;
+    __m512 squares = _mm512_setzero_ps();
+    for (long h = 0; h < H; h += 16) {
+      __m512 v = _mm512_loadu_ps(xr + h);
+      if (dr) {
+        v = _mm512_add_ps(v, load_bf16(dr + h));
+        _mm512_storeu_ps(xr + h, v);
+      }
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)H + eps));
+    for (long h = 0; h < H; h += 16)
+      store_bf16(o + h, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(xr + h), scale), _mm512_loadu_ps(weight + h)));
+  }
+}
+
+/* out [N, I] = silu(gate) * up, where gate_up [N, 2 I] holds gate and up side by side. */
+void silu_mul(const bf16 *gate_up, bf16 *out, long N, long I, int threads) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long row = 0; row < N; row++) {
+    const bf16 *gate = gate_up + row * 2 * I, *up = gate + I;
+    for (long i = 0; i < I; i += 16) {
+      const __m512 g = load_bf16(gate + i);
+      const __m512 e = exp2_16(_mm512_mul_ps(g, _mm512_set1_ps(-1.44269504088896341f)));
+      store_bf16(out + row * I + i, _mm512_mul_ps(_mm512_div_ps(g, _mm512_add_ps(one, e)), load_bf16(up + i)));
+    }
+  }
+}
+
+/* ------------------------------------------------------------------ tree attention */
+
+/* One head's query or key: optional RMS norm with weight [D], then rotary embedding (first half with second half). */
+static inline void norm_and_rotate(const bf16 *in, bf16 *out, const float *cosine, const float *sine,
+                                   const float *norm, float eps, int D) {
+  const int half = D / 2;
+  __m512 scale = _mm512_set1_ps(1.0f);
+  if (norm) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int d = 0; d < D; d += 16) {
+      const __m512 v = load_bf16(in + d);
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)D + eps));
+  }
+  for (int d = 0; d < half; d += 16) {
+    __m512 a = load_bf16(in + d), b = load_bf16(in + half + d);
+    if (norm) {
+      a = _mm512_mul_ps(_mm512_mul_ps(a, scale), _mm512_loadu_ps(norm + d));
+      b = _mm512_mul_ps(_mm512_mul_ps(b, scale), _mm512_loadu_ps(norm + half + d));
+    }
+    const __m512 c = _mm512_loadu_ps(cosine + d), s = _mm512_loadu_ps(sine + d);
+    store_bf16(out + d, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
+    store_bf16(out + half + d, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+  }
+}
+
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+} __attribute__((aligned(64))) TileConfig;
+
+/* All eight tiles are 16 rows of 64 bytes. What oneDNN had configured on this thread is kept and put back, since it
+ * may count on finding it. */
+static void tiles_on(TileConfig *before) {
+  TileConfig config;
+  _tile_storeconfig(before);
+  memset(&config, 0, sizeof config);
+  config.palette = 1;
+  for (int t = 0; t < 8; t++) {
+    config.rows[t] = 16;
+    config.bytes_per_row[t] = 64;
+  }
+  _tile_loadconfig(&config);
+}
+
+static void tiles_off(const TileConfig *before) {
+  if (before->palette)
+    _tile_loadconfig(before);
+  else
+    _tile_release();
+}
+
+/* A run of keys that come one behind the other: a segment of the tree, or a prefix from an earlier forward. */
+typedef struct {
+  const bf16 *keys, *values; /* of the run's first token; heads are D apart */
+  long key_stride, value_stride, length, group; /* group: index of its first 32 packed keys */
+} Run;
+
+/* Tiles of 32 keys of one head. Keys: for each 16 keys, for each 32 of D, a tile [16 pairs of D, 16 keys].
+ * Values: for each 16 of D a tile [16 pairs of keys, 16 of D]. Missing keys are zero. */
+static void pack_keys(const Run *run, long first, int head, int D, uint32_t *keys, uint32_t *values) {
+  const long count = run->length - first < 32 ? run->length - first : 32;
+  for (int key = 0; key < 32; key++) {
+    uint32_t *tile = keys + (key / 16) * (D / 32) * 256 + key % 16;
+    if (key < count) {
+      uint32_t row[MAX_D / 2];
+      memcpy(row, run->keys + (first + key) * run->key_stride + head * D, D * sizeof(bf16));
+      for (int pair = 0; pair < D / 2; pair++) tile[(pair / 16) * 256 + (pair % 16) * 16] = row[pair];
+    } else {
+      for (int pair = 0; pair < D / 2; pair++) tile[(pair / 16) * 256 + (pair % 16) * 16] = 0;
+    }
+  }
+  const __m256i none = _mm256_setzero_si256();
+  for (int pair = 0; pair < 16; pair++) {
+    const bf16 *even = run->values + (first + 2 * pair) * run->value_stride + head * D;
+    const bf16 *odd = even + run->value_stride;
+    for (int d = 0; d < D; d += 16) {
+      const __m256i a = 2 * pair < count ? _mm256_loadu_si256((const __m256i *)(even + d)) : none;
+      const __m256i b = 2 * pair + 1 < count ? _mm256_loadu_si256((const __m256i *)(odd + d)) : none;
+      const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+      _mm512_storeu_si512(values + (d / 16) * 256 + pair * 16, both);
+    }
+  }
+}
+
+/* scores [ROWS, KEYS] = query [ROWS, D] times `groups` times 32 packed keys. */
+static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int groups, int D, float *scores) {
+  const int steps = D / 32;
+  for (int group = 0; group < groups; group++) {
+    const uint32_t *tiles = keys + (long)group * D * 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < steps; k++) {
+      _tile_loadd(4, query + k * 32, D * 2);
+      _tile_loadd(5, query + 16 * D + k * 32, D * 2);
+      _tile_loadd(6, tiles + k * 256, 64);
+      _tile_loadd(7, tiles + (steps + k) * 256, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, scores + group * 32, KEYS * 4);
+    _tile_stored(1, scores + group * 32 + 16, KEYS * 4);
+    _tile_stored(2, scores + 16 * KEYS + group * 32, KEYS * 4);
+    _tile_stored(3, scores + 16 * KEYS + group * 32 + 16, KEYS * 4);
+  }
+}
+
+/* sums [ROWS, D] += weights [ROWS, KEYS] times `groups` times 32 packed values. */
+static inline void add_values(const bf16 *weights, const uint32_t *values, int groups, int D, float *sums) {
+  for (int d = 0; d < D; d += 32) {
+    _tile_loadd(0, sums + d, D * 4);
+    _tile_loadd(1, sums + d + 16, D * 4);
+    _tile_loadd(2, sums + 16 * D + d, D * 4);
+    _tile_loadd(3, sums + 16 * D + d + 16, D * 4);
+    for (int group = 0; group < groups; group++) {
+      const uint32_t *tiles = values + (long)group * D * 16 + (d / 16) * 256;
+      _tile_loadd(4, weights + group * 32, KEYS * 2);
+      _tile_loadd(5, weights + 16 * KEYS + group * 32, KEYS * 2);
+      _tile_loadd(6, tiles, 64);
+      _tile_loadd(7, tiles + 256, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums + d, D * 4);
+    _tile_stored(1, sums + d + 16, D * 4);
+    _tile_stored(2, sums + 16 * D + d, D * 4);
+    _tile_stored(3, sums + 16 * D + d + 16, D * 4);
+  }
+}
+
+typedef struct {
+  float scores[ROWS * KEYS], sums[ROWS * MAX_D], totals[ROWS * 16];
+  float largest[ROWS], shrink[ROWS]; /* largest: so far, in powers of two */
+  bf16 weights[ROWS * KEYS], query[ROWS * MAX_D];
+} __attribute__((aligned(64))) Block;
+
+/* Hide keys before `low` and from `high` on (at least 0) from one row. */
+static inline void mask_row(float *scores, int count, long low, long high) {
+  if (low < 0) low = 0; /* there may be no window at all: 2^62 */
+  const __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int k = 0; k < count; k += 16) {
+    if (k >= low && k + 16 <= high) continue;
+    const __m512i at = _mm512_add_epi32(index, _mm512_set1_epi32(k));
+    const __mmask16 hidden = _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32((int)(low > KEYS ? KEYS : low))) |
+                             _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32((int)high));
+    _mm512_mask_storeu_ps(scores + k, hidden, _mm512_set1_ps(MASKED));
+  }
+}
+
+/* weights = 2^(scores * factor - largest so far); what was summed so far is rescaled to a new largest. */
+static inline void softmax(Block *b, int rows, int count, float factor, int D) {
+  const __m512 scale = _mm512_set1_ps(factor);
+  float tops[ROWS];
+  for (int row = 0; row < rows; row++) {
+    const float *scores = b->scores + row * KEYS;
+    __m512 top = _mm512_loadu_ps(scores), other = _mm512_loadu_ps(scores + 16);
+    for (int k = 32; k < count; k += 32) {
+      top = _mm512_max_ps(top, _mm512_loadu_ps(scores + k));
+      other = _mm512_max_ps(other, _mm512_loadu_ps(scores + k + 16));
+    }
+    tops[row] = _mm512_reduce_max_ps(_mm512_max_ps(top, other));
+  }
+  for (int row = rows; row < ROWS; row++) tops[row] = MASKED;
+  for (int row = 0; row < ROWS; row += 16) {
+    const __m512 old = _mm512_load_ps(b->largest + row);
+    const __m512 new = _mm512_max_ps(_mm512_mul_ps(_mm512_loadu_ps(tops + row), scale), old);
+    _mm512_store_ps(b->shrink + row, exp2_16(_mm512_sub_ps(old, new)));
+    _mm512_store_ps(b->largest + row, new);
+  }
+  for (int row = 0; row < rows; row++) {
+    const float *scores = b->scores + row * KEYS;
+    bf16 *weights = b->weights + row * KEYS;
+    const __m512 shift = _mm512_set1_ps(b->largest[row]);
+    __m512 total = _mm512_mul_ps(_mm512_load_ps(b->totals + row * 16), _mm512_set1_ps(b->shrink[row]));
+    for (int k = 0; k < count; k += 32) {
+      const __m512 e = exp2_16(_mm512_fmsub_ps(_mm512_load_ps(scores + k), scale, shift));
+      const __m512 f = exp2_16(_mm512_fmsub_ps(_mm512_load_ps(scores + k + 16), scale, shift));
+      total = _mm512_add_ps(total, _mm512_add_ps(e, f));
+      _mm512_store_si512(weights + k, (__m512i)_mm512_cvtne2ps_pbh(f, e));
+    }
+    _mm512_store_ps(b->totals + row * 16, total);
+    if (b->shrink[row] != 1.0f) {
+      const __m512 shrink = _mm512_set1_ps(b->shrink[row]);
+      float *sums = b->sums + row * D;
+      for (int d = 0; d < D; d += 16) _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), shrink));
+    }
+  }
+}
+
+/* The block's rows, whose first has position `position`, attend to a run whose first key has position `start`.
+ * A key is seen when it is not behind the row and less than `window` before it. */
+static void attend(Block *b, int rows, long position, long start, long length, long window, float factor,
+                   const uint32_t *keys, const uint32_t *values, int D) {
+  for (long first = 0; first < length; first += KEYS) {
+    const long at = start + first, seen = position + rows - at; /* keys from here that the last row sees */
+    if (seen <= 0) break;
+    const long left = length - first < KEYS ? length - first : KEYS, count = left < seen ? left : seen;
+    if (position - (at + count - 1) >= window) continue;
+    const int groups = (int)((count + 31) / 32);
+    multiply_keys(b->query, keys + first * D / 2, groups, D, b->scores);
+    if (count < groups * 32 || at + count - 1 > position || position + rows - at > window)
+      for (int row = 0; row < rows; row++) {
+        const long own = position + row + 1 - at;
+        mask_row(b->scores + row * KEYS, groups * 32, own - window, own < 0 ? 0 : own < count ? own : count);
+      }
+    softmax(b, rows, groups * 32, factor, D);
+    add_values(b->weights, values + first * D / 2, groups, D, b->sums);
+  }
+}
+
+/* Attention of a packed row: out [N, Q, D].
+ *
+ * qkv [N, (Q + 2 K) D] before norm and rotation; cosine, sine [N, D/2]; query_norm, key_norm [D] or NULL.
+ * rotated [N, K, D] receives the rotated keys. A segment s has start, length, position (of its first token, counted
+ * from its prefix's end), parent (-1 for a root) and prefix (-1 for none). Prefixes: length and rotated keys, values
+ * [>= length, K, D]. Blocks of at most 32 rows of a segment are what is computed: a row in none of them is left as it
+ * is. Groups of 32 keys, of all prefixes and then of all segments, in order: run and first key.
+ * Room for: runs [prefixes + segments], packed [groups, 2 K, 32, D] bf16.
+ */
+void tree_attention(const bf16 *qkv, bf16 *rotated, bf16 *out, const float *cosine, const float *sine,
+                    const float *query_norm, const float *key_norm, float eps, long N, int Q, int K, int D,
+                    float scale, long window, long num_segments, const long *start, const long *length,
+                    const long *position, const long *parent, const long *prefix, long num_prefixes,
+                    const long *prefix_length, const bf16 *const *prefix_keys, const bf16 *const *prefix_values,
+                    long num_blocks, const long *block_segment, const long *block_first, Run *runs,
+                    uint32_t *packed, long num_groups, const long *group_run, const long *group_first, int threads) {
+  const long width = (long)(Q + 2 * K) * D;
+  const long head_size = num_groups * 16 * D; /* packed keys (or values) of one head, in pairs */
+  uint32_t *packed_keys = packed, *packed_values = packed + K * head_size;
+  const int share = Q / K;
+  const float factor = scale * 1.44269504088896341f; /* of 2^x */
+  long group = 0;
+  for (long p = 0; p < num_prefixes; p++) {
+    runs[p] = (Run){prefix_keys[p], prefix_values[p], K * D, K * D, prefix_length[p], group};
+    group += (prefix_length[p] + 31) / 32;
+  }
+  for (long s = 0; s < num_segments; s++) {
+    runs[num_prefixes + s] = (Run){rotated + start[s] * K * D, qkv + start[s] * width + (Q + K) * D, K * D, width,
+                                   length[s], group};
+    group += (length[s] + 31) / 32;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (long row = 0; row < N; row++)
+      for (int head = 0; head < K; head++)
+        norm_and_rotate(qkv + row * width + (Q + head) * D, rotated + (row * K + head) * D, cosine + row * D / 2,
+                        sine + row * D / 2, key_norm, eps, D);
+#pragma omp for schedule(static)
+    for (long g = 0; g < num_groups; g++)
+      for (int head = 0; head < K; head++)
+        pack_keys(runs + group_run[g], group_first[g], head, D, packed_keys + head * head_size + g * 16 * D,
+                  packed_values + head * head_size + g * 16 * D);
+    TileConfig before;
+    Block block;
+    tiles_on(&before);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < num_blocks * K; task++) {
+      const long b = task / K, s = block_segment[b], first = block_first[b];
+      const int head = (int)(task % K);
+      const int rows = (int)(length[s] - first < ROWS ? length[s] - first : ROWS);
+      const uint32_t *keys = packed_keys + head * head_size, *values = packed_values + head * head_size;
+      long root = s;
+      while (parent[root] >= 0) root = parent[root];
+      const long before_root = prefix[root] >= 0 ? prefix_length[prefix[root]] : 0;
+      const long at = before_root + position[s] + first;
+      for (int q = head * share; q < (head + 1) * share; q++) {
+        memset(block.sums, 0, sizeof(float) * ROWS * D);
+        memset(block.totals, 0, sizeof block.totals);
+        memset(block.query, 0, sizeof(bf16) * ROWS * D);
+        for (long row = 0; row < ROWS; row++) {
+          block.largest[row] = MASKED;
+        }
+        for (long row = 0; row < rows; row++) {
+          const long n = start[s] + first + row;
+          norm_and_rotate(qkv + n * width + q * D, block.query + row * D, cosine + n * D / 2, sine + n * D / 2,
+                          query_norm, eps, D);
+        }
+        if (prefix[root] >= 0) {
+          const Run *run = runs + prefix[root];
+          attend(&block, rows, at, 0, run->length, window, factor, keys + run->group * 16 * D,
+                 values + run->group * 16 * D, D);
+        }
+        for (long run_segment = s; run_segment >= 0; run_segment = parent[run_segment]) {
+          const Run *run = runs + num_prefixes + run_segment;
+          attend(&block, rows, at, before_root + position[run_segment], run->length, window, factor,
+                 keys + run->group * 16 * D, values + run->group * 16 * D, D);
+        }
+        for (long row = 0; row < rows; row++) {
+          const __m512 share_of = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(block.totals + row * 16)));
+          bf16 *o = out + ((start[s] + first + row) * Q + q) * D;
+          for (int d = 0; d < D; d += 16)
+            store_bf16(o + d, _mm512_mul_ps(_mm512_loadu_ps(block.sums + row * D + d), share_of));
+        }
+      }
+    }
+    tiles_off(&before);
+  }
+}

@@ -1,0 +1,89 @@
+"""The compiled part of the CPU's forward pass: finds a C compiler, builds ``kernels.c`` once into the cache, loads it.
+
+Invariant: nothing depends on it. Without a compiler, or on a CPU without AMX, ``load`` gives the reason in words and
+everything is computed by torch's own operations, slower and within the same bounds.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from rm_core.smollm2 import cache_directory
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = [
+    *("-O3", "-fno-math-errno", "-fopenmp", "-fPIC"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"),
+]
+_COMPILE_SECONDS = 120
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "add_rms_norm": [_pointer, _pointer, _pointer, _float, _pointer, _long, _long, _int],
+    "silu_mul": [_pointer, _pointer, _long, _long, _int],
+    "tree_attention": [
+        *[_pointer] * 7, _float, _long, _int, _int, _int, _float, _long,
+        _long, *[_pointer] * 5, _long, *[_pointer] * 3, _long, *[_pointer] * 4, _long, *[_pointer] * 2, _int,
+    ],
+}  # fmt: skip
+
+
+class NoKernelsError(RuntimeError):
+    """Why the kernels cannot be used here, in words."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, its functions declared. Raises NoKernelsError."""
+    if sys.platform != "linux" or not (torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()):
+        raise NoKernelsError("they need Linux on a CPU with AMX and AVX512_BF16")
+    try:
+        # torch has loaded its OpenMP for everyone: what the library lacks is found there
+        library = ctypes.CDLL(str(_built()))
+    except OSError as error:
+        raise NoKernelsError(f"they cannot be built or loaded ({error})") from error
+    if library.allow_amx() != 0:
+        raise NoKernelsError("the system does not allow AMX")
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _built() -> Path:
+    """The shared library of this source, compiled unless an earlier run has done it. Raises NoKernelsError, OSError."""
+    compiler = shlex.split(os.environ.get("CC", "")) or [
+        next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+    ]
+    if not shutil.which(compiler[0]):
+        raise NoKernelsError("there is no C compiler (install gcc, or name one in CC)")
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, *compiler]).encode()).hexdigest()[:16]
+    target = cache_directory() / f"kernels-{key}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        object_file, library = Path(folder) / "kernels.o", Path(folder) / target.name
+        # two steps: linking with -fopenmp would bring a second OpenMP, whose threads would fight torch's for the cores
+        for command in (
+            [*compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file)],
+            [*compiler, "-shared", str(object_file), "-o", str(library), "-lm"],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+            except subprocess.TimeoutExpired as error:
+                raise NoKernelsError(f"{compiler[0]} did not end within {_COMPILE_SECONDS} s") from error
+            if done.returncode != 0:
+                problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise NoKernelsError(f"{compiler[0]} failed: {problem}")
+        library.replace(target)
+    return target
