@@ -28,11 +28,16 @@ _COMPILE_SECONDS = 120
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
-    "add_rms_norm": [_pointer, _pointer, _pointer, _float, _pointer, _long, _long, _int],
+    "add_rms_norm": [*[_pointer] * 3, _float, _pointer, _pointer, _long, _long, _int],
     "silu_mul": [_pointer, _pointer, _long, _long, _int],
+    "rms_norm_backward": [_pointer, _pointer, _float, *[_pointer] * 4, _long, _long, _int],
+    "silu_mul_backward": [*[_pointer] * 4, _long, _long, _int],
     "tree_attention": [
         *[_pointer] * 7, _float, _long, _int, _int, _int, _float, _long,
-        _long, *[_pointer] * 5, _long, *[_pointer] * 3, _long, *[_pointer] * 4, _long, *[_pointer] * 2, _int,
+        _long, *[_pointer] * 5, _long, *[_pointer] * 3, _long, *[_pointer] * 4, _long, *[_pointer] * 3, _int,
+    ],
+    "tree_attention_backward": [
+        *[_pointer] * 7, _int, _int, _int, _float, *[_pointer] * 5, _long, *[_pointer] * 5, _int,
     ],
 }  # fmt: skip
 

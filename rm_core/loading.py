@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rm_core.exact_loading import build_exactly
 from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.smollm2 import resolve_model_name
 from rm_core.weights import WeightsError, read_tensor, tensor_names, weight_files
@@ -83,7 +85,7 @@ def load_model(source: Source, dtype: torch.dtype) -> RewardNetwork:
         )
     if config.num_labels != 1:
         raise LoadError(f"{source.name}: has {config.num_labels} labels; a reward model has exactly one")
-    classifier, missing = _from_pretrained(source, dtype)
+    classifier, missing = _build(source, dtype)
     _refuse_missing(source, missing, "it would be random")
     network = RewardNetwork(classifier)
     if network.is_decoder:
@@ -99,7 +101,7 @@ def load_adapter(source: Source, base: Source) -> RewardNetwork:
     from peft import PeftModel, get_peft_model_state_dict
 
     stored = tensor_names(source.directory)
-    classifier, fresh = _from_pretrained(base, torch.float32)
+    classifier, fresh = _build(base, torch.float32)
     _refuse_missing(
         source, {name for name in fresh if not _stored_by_adapter(name, stored)}, "neither in base nor adapter"
     )
@@ -263,6 +265,18 @@ def _config(source: Source) -> Any:
         return AutoConfig.from_pretrained(source.directory)
     except (ValueError, OSError, KeyError) as error:
         raise LoadError(f"{source.name}: config.json cannot be read: {_first_line(error)}") from error
+
+
+def _build(source: Source, dtype: torch.dtype) -> tuple[Any, set[str]]:
+    """A classifier to serve and the names of its weights that were in no file: by copying, where that is enough."""
+    config = _config(source)
+    config.num_labels = 1
+    head = frozenset(f"{name}.weight" for name in ("score", "classifier"))
+    try:
+        built = build_exactly(source.directory, config, dtype, may_miss=head)
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{source.name}: the weights cannot be read: {_first_line(error)}") from error
+    return built or _from_pretrained(source, dtype)
 
 
 def _from_pretrained(source: Source, dtype: torch.dtype, **options: Any) -> tuple[Any, set[str]]:

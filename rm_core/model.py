@@ -127,7 +127,7 @@ class RewardModel:
         model.to_dtype(compute.dtype_name)
         network.to(compute.device)
         network.eval().requires_grad_(False)
-        network.check_tree(fuse=True)
+        network.check_tree(fuse="inference")
         if record and verify:
             verify_golden(record, model, source.directory)
         return model
@@ -167,7 +167,7 @@ class RewardModel:
         except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
             raise CheckpointError(str(error)) from error
         network.to(compute.device)
-        network.check_tree()
+        network.check_tree(fuse="training")
         kind: Literal["adapter", "model"] = "model" if lora is None else "adapter"
         model = cls(network, renderer, compute, name=base, kind=kind, base=source)
         model.quantization = quantize

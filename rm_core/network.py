@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from rm_core.attention import TreePlan, install
-from rm_core.fused import FusedDecoder, NotFusedError
+from rm_core.fused import FusedDecoder
+from rm_core.fused_training import FusedTrainer
+from rm_core.llama_layers import NotFusedError
 from rm_core.tree import build_tree, count_tokens
 from rm_core.tree_support import SelfCheck, batches_by_rope_regime, why_no_tree
 
@@ -45,9 +47,9 @@ class RewardNetwork(nn.Module):
         self.fp32_head()
         self.tree_off: str | None = "it is an encoder" if not self.is_decoder else why_no_tree(self.backbone)
         """Why sequences are computed one by one in padded rows; None where the token tree is used."""
-        self._fused: FusedDecoder | None = None
+        self._fused: FusedDecoder | FusedTrainer | None = None
         self.fused_off: str | None = "it was not asked for"
-        """Why inference goes through transformers' own layers; None where the fused forward pass is used."""
+        """Why the model goes through transformers' own layers; None where a fused forward pass is used."""
         if self.tree_off is None:
             install(self.backbone)
 
@@ -124,7 +126,7 @@ class RewardNetwork(nn.Module):
     def run_tree(self, ids: np.ndarray, positions: np.ndarray, plan: TreePlan, rows: np.ndarray) -> torch.Tensor:
         """Hidden states [B, H] at ``rows`` (int64 [B]) of a packed row: ids and positions int64 [N]."""
         ids_N, positions_N, rows_B = (torch.from_numpy(array).to(self.device) for array in (ids, positions, rows))
-        if self._fused is not None and not torch.is_grad_enabled():
+        if self._fused is not None and self._takes(self._fused, plan):
             return self._fused(ids_N, positions_N, plan, rows_B)
         hidden_1NH: torch.Tensor = self.backbone(
             input_ids=ids_N[None],
@@ -135,6 +137,12 @@ class RewardNetwork(nn.Module):
             tree=plan,
         ).last_hidden_state
         return hidden_1NH[0, rows_B]
+
+    def _takes(self, fused: FusedDecoder | FusedTrainer, plan: TreePlan) -> bool:
+        if isinstance(fused, FusedDecoder):
+            return not torch.is_grad_enabled()
+        recomputes = getattr(self.backbone, "gradient_checkpointing", False)  # activations, to hold fewer of them
+        return not (plan.prefixes or plan.keep or recomputes) and fused.takes(plan)
 
     def forward_padded(
         self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right", *, all_heads: bool = False
@@ -177,11 +185,11 @@ class RewardNetwork(nn.Module):
                 return rewards_BK
             return torch.cat([rewards_BK, hidden_BH.float() @ self.heads.T], dim=1)
 
-    def check_tree(self, *, fuse: bool = False) -> None:
+    def check_tree(self, *, fuse: Literal["inference", "training"] | None = None) -> None:
         """Compute a small tree both ways and turn the tree off, with the reason, where the two differ.
 
-        ``fuse``: from now on the weights stay as they are, so inference may take the fused forward pass, if that
-        agrees too.
+        ``fuse``: take a fused forward pass from now on, if that agrees too. For inference no weight may change any
+        more, for training only those of LoRA.
         """
         self.unfuse("it was not asked for")
         if self.tree_off is not None:
@@ -189,9 +197,10 @@ class RewardNetwork(nn.Module):
             return
         check = SelfCheck(self)
         self.tree_off = check.layers() or check.difference()
-        if self.tree_off is None and fuse:
+        if self.tree_off is None and fuse is not None:
+            build = FusedDecoder if fuse == "inference" else FusedTrainer
             try:
-                self._fused, self.fused_off = FusedDecoder(self.backbone, check.calls), None
+                self._fused, self.fused_off = build(self.backbone, check.calls), None
             except NotFusedError as error:
                 self.fused_off = str(error)
                 return

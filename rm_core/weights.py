@@ -8,12 +8,12 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from safetensors import safe_open
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightsError(ValueError):
@@ -59,15 +59,47 @@ def hash_tensors(directory: Path, keep: Callable[[str], bool] = lambda name: Tru
     )
     # hashlib lets go of the interpreter lock, so two threads hash twice as fast on two cores.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = list(pool.map(_hash_entry, entries))
+        futures = [
+            _begun.pop((entry, _stamp(entry.file)), None) or pool.submit(_hash_entry, entry) for entry in entries
+        ]
+        digests = [future.result() for future in futures]
     total = hashlib.sha256()
     for entry, digest in zip(entries, digests, strict=True):
         total.update(json.dumps([entry.name, entry.dtype, list(entry.shape)]).encode() + digest)
     return "sha256:" + total.hexdigest()
 
 
-def read_tensor(directory: Path, name: str) -> torch.Tensor | None:
+def begin_hashing(directory: Path) -> None:
+    """Hash a folder's tensors on threads of their own, beside whatever comes before ``hash_tensors`` asks for them.
+
+    Each hash is used once, and only if its file is still the same by size, time and inode. Needs no torch. A folder
+    that cannot be read is left for ``hash_tensors`` to complain about.
+    """
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
+    try:
+        for file in sorted(directory.glob("*.safetensors")):
+            stamp = _stamp(file)
+            for entry in _entries(file):
+                _begun[entry, stamp] = pool.submit(_hash_entry, entry)
+    except (OSError, WeightsError, KeyError, TypeError, ValueError):
+        return
+    finally:
+        pool.shutdown(wait=False)
+
+
+_Stamp = tuple[int, int, int]
+_begun: "dict[tuple[_Entry, _Stamp], Future[bytes]]" = {}
+
+
+def _stamp(file: Path) -> _Stamp:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def read_tensor(directory: Path, name: str) -> "torch.Tensor | None":
     """One tensor in the dtype it was stored in, or None where no file has it."""
+    from safetensors import safe_open
+
     for file in weight_files(directory):
         with safe_open(str(file), framework="pt") as opened:
             if name in opened.keys():  # noqa: SIM118 - safe_open is no mapping

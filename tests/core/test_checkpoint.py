@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rm_core.checkpoint import CheckpointError, read_record
 from rm_core.model import RewardModel
-from tests.conftest import CHATML, byte_tokenizer, make_checkpoint, save_base
+from tests.conftest import CHATML, byte_tokenizer, make_checkpoint, save_base, save_classifier
 
 SEQUENCES = [[1, 2, 3], [256, 40, 50, 257], [7] * 30]
 
@@ -215,3 +215,26 @@ def test_an_encoder_keeps_every_new_layer(tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias|the reward head"):
         load(tmp_path / "checkpoint")
+
+
+def test_hash_that_was_begun_early_is_used_once_and_only_for_the_same_file(tmp_path, monkeypatch):
+    from rm_core import weights
+
+    directory = save_classifier(tmp_path / "model")
+    expected = weights.hash_tensors(directory)
+    hashed = []
+    real = weights._hash_entry
+    monkeypatch.setattr(weights, "_hash_entry", lambda entry: hashed.append(entry.name) or real(entry))
+    weights.begin_hashing(directory)
+    assert weights.hash_tensors(directory) == expected
+    assert len(hashed) == len(set(hashed))
+    assert weights.hash_tensors(directory) == expected
+    assert len(hashed) == 2 * len(set(hashed)), "the second time everything is read again"
+    weights.begin_hashing(directory)
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+    assert weights.hash_tensors(directory) != expected
+    weights.begin_hashing(tmp_path / "nothing")
