@@ -125,9 +125,10 @@ class MsSwiftReward:
 class OpenRLHFReward:
     """OpenRLHF's custom reward function: ``f(queries, prompts, labels)`` -> rewards, scores and extra_logs.
 
-    ``queries`` are whole templated texts with their special tokens in them, and are scored as such. ``rewards`` are the
-    raw logits; ``scores`` lie in (0, 1), as OpenRLHF's filter of groups wants them: the logistic function of the
-    reward, standardised with the mean and spread that `/info` states. All are float32 tensors [N].
+    ``queries`` are whole templated texts with their special tokens in them, and are scored as such (one that does not
+    stop at an end token as unfinished), like the server's own ``/get_reward``. ``rewards`` are the raw logits;
+    ``scores`` lie in (0, 1), as OpenRLHF's filter of groups wants them: the logistic function of the reward,
+    standardised with the mean and spread that `/info` states. All are float32 tensors [N].
     """
 
     def __init__(self, url: str, **client: Any) -> None:
@@ -144,12 +145,17 @@ class OpenRLHFReward:
             info = client.info()
             self._spread = (info.reward_mean or 0.0, info.reward_std or 1.0)
         mean, std = self._spread
-        rewards = [_certain(reward) for reward in client.score_texts(queries, text_as="raw").rewards]
-        scores = [0.5 * (1.0 + math.tanh(0.5 * (reward - mean) / std)) for reward in rewards]
+        result = client.score_texts(queries, text_as="templated")
+        rewards = [_certain(reward) for reward in result.rewards]
+        # Never 0 or 1, however extreme the reward: OpenRLHF drops a group whose mean score is either.
+        scores = [min(max(0.5 * (1.0 + math.tanh(0.5 * (reward - mean) / std)), 1e-6), 1 - 1e-6) for reward in rewards]
         return {
             "rewards": torch.tensor(rewards, dtype=torch.float32),
             "scores": torch.tensor(scores, dtype=torch.float32),
-            "extra_logs": {"rm_reward": torch.tensor(rewards, dtype=torch.float32)},
+            "extra_logs": {
+                "rm_reward": torch.tensor(rewards, dtype=torch.float32),
+                "rm_truncated": torch.tensor(result.truncated or [False] * len(rewards), dtype=torch.float32),
+            },
         }
 
 

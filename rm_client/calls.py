@@ -28,7 +28,9 @@ class ScoreOptions(TypedDict, total=False):
 
     ``advantages``: True, or ``{"scale": "std"|"none"|"batch", "ddof": 0|1, "eps": float}``: also return them.
     ``truncation``: "error" or "left", what to do with a text over the model's limit (the server's default: error).
-    ``text_as``: "raw" or "chat", how strings become token ids (the default is recorded in the checkpoint).
+    ``text_as``: "raw" or "chat", how strings become token ids (the default is recorded in the checkpoint); "templated":
+    strings are what a policy wrote with the chat template, special tokens and all; one that stops at an end token is
+    finished.
     ``on_error``: "raise" (default) a PartialFailureError where an item has no reward, or "none": give None there. A
     failure of the request as a whole raises in either case.
     ``deadline_ms``: milliseconds after which the server may give the request up.
@@ -36,7 +38,7 @@ class ScoreOptions(TypedDict, total=False):
 
     advantages: bool | Mapping[str, Any] | None
     truncation: Literal["error", "left"] | None
-    text_as: Literal["raw", "chat"] | None
+    text_as: Literal["raw", "chat", "templated"] | None
     on_error: OnError
     deadline_ms: float | None
 

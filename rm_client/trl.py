@@ -95,7 +95,7 @@ def trl_reward_function(
     name: str = "reward_model",
     reference_column: str | None = None,
     eos_token_ids: Sequence[int] | None = None,
-    text_as: Literal["raw", "chat"] | None = None,
+    text_as: Literal["raw", "chat", "templated"] | None = None,
     truncation: Literal["error", "left"] | None = None,
     **client: Any,
 ) -> TRLRewardFunction | AsyncTRLRewardFunction:

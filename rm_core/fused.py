@@ -61,6 +61,7 @@ class FusedDecoder:
                 gate_up.data_ptr(), activated.data_ptr(), *activated.shape, torch.get_num_threads()
             )  # fmt: skip
             delta = buffers.product(activated, layer.down, "delta")
+        assert delta is not None, "this is a bug: a model without layers"
         return self.end(residual + delta)
 
     def begin(self, ids: torch.Tensor, positions: torch.Tensor, plan: TreePlan) -> tuple[torch.Tensor, TreeAttention]:

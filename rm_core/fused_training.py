@@ -58,6 +58,7 @@ class FusedTrainer:
             gate_up = _project(hidden, layer.gate_up)
             adapter = layer.down.adapter() or (None, None)
             delta = _Down.apply(gate_up, layer.down, *adapter, library)  # type: ignore[no-untyped-call]
+        assert delta is not None, "this is a bug: a model without layers"
         return self._decoder.end(residual + delta)
 
 

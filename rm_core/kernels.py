@@ -1,5 +1,7 @@
 """The compiled part of the CPU's forward pass: finds a C compiler, builds ``kernels.c`` once into the cache, loads it.
 
+The library is code that will run: one that another user could have written is refused.
+
 Invariant: nothing depends on it. Without a compiler, or on a CPU without AMX, ``load`` gives the reason in words and
 everything is computed by torch's own operations, slower and within the same bounds.
 """
@@ -74,6 +76,9 @@ def _built() -> Path:
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, *compiler]).encode()).hexdigest()[:16]
     target = cache_directory() / f"kernels-{key}.so"
     if target.is_file():
+        status = target.stat()
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            raise NoKernelsError(f"{target} could have been written by another user; remove it")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -90,5 +95,6 @@ def _built() -> Path:
             if done.returncode != 0:
                 problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise NoKernelsError(f"{compiler[0]} failed: {problem}")
+        library.chmod(0o755)
         library.replace(target)
     return target

@@ -57,7 +57,8 @@ class Projection:
             self.weight.new_zeros((out, 0), dtype=torch.float32) if lora is None else lora.b.weight * lora.scaling
             for out, lora in self.parts
         ]
-        return torch.cat([lora.a.weight for lora in adapters]), torch.block_diag(*blocks)
+        block_diagonal: torch.Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        return torch.cat([lora.a.weight for lora in adapters]), block_diagonal
 
 
 @dataclass

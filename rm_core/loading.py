@@ -100,6 +100,8 @@ def load_adapter(source: Source, base: Source) -> RewardNetwork:
     """A base with a peft adapter merged into it in fp32. The adapter file must hold every weight that it trained."""
     from peft import PeftModel, get_peft_model_state_dict
 
+    if torch.distributed.is_available():
+        importlib.import_module("torch.distributed.tensor")  # peft names it without importing it
     stored = tensor_names(source.directory)
     classifier, fresh = _build(base, torch.float32)
     _refuse_missing(

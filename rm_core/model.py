@@ -252,7 +252,9 @@ class RewardModel:
 
     @property
     def dtype_reason(self) -> str:
-        return self.compute.reason
+        """Why these numbers, and what computes in them."""
+        off = self.network.fused_off
+        return f"{self.compute.reason}; {'fused layers' if off is None else f'layers of transformers: {off}'}"
 
     @property
     def shares_prefixes(self) -> bool:

@@ -196,7 +196,7 @@ class RewardNetwork(nn.Module):
             self.unfuse("the model is not computed over a tree")
             return
         check = SelfCheck(self)
-        self.tree_off = check.layers() or check.difference()
+        self.tree_off = check.layers()
         if self.tree_off is None and fuse is not None:
             build = FusedDecoder if fuse == "inference" else FusedTrainer
             try:

@@ -55,6 +55,7 @@ class TreeAttention:
         self._packed = torch.empty(shape, dtype=torch.bfloat16)
         self._rotated = torch.empty((self._num_tokens, heads.keys, heads.size), dtype=torch.bfloat16)
         self._scratch: tuple[torch.Tensor, ...] | None = None
+        self._known_runs: dict[int, list[tuple[int, int]]] = {}
 
     def forward(
         self,
@@ -120,7 +121,20 @@ class TreeAttention:
     def keys_and_values(self, qkv: torch.Tensor, rows: torch.Tensor) -> LayerKV:
         """Keys and values of the layer just computed, at ``rows`` (int64 [S])."""
         values = qkv.view(self._num_tokens, -1, self._heads.size)[:, self._heads.queries + self._heads.keys :]
-        return LayerKV(self._rotated.index_select(0, rows), values.index_select(0, rows))
+        runs = self._runs_of(rows)
+        return LayerKV(
+            torch.cat([self._rotated[start:end] for start, end in runs]),
+            torch.cat([values[start:end] for start, end in runs]),
+        )
+
+    def _runs_of(self, rows: torch.Tensor) -> list[tuple[int, int]]:
+        """The same rows as runs without gaps; a path through a tree has few, and whole runs are copied much faster."""
+        if id(rows) not in self._known_runs:
+            array = rows.numpy()
+            cuts = np.flatnonzero(np.diff(array) != 1) + 1
+            parts = np.split(array, cuts) if len(array) else []
+            self._known_runs[id(rows)] = [(int(part[0]), int(part[-1]) + 1) for part in parts]
+        return self._known_runs[id(rows)]
 
     def _blocks_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         segment = np.searchsorted(self._start, rows, side="right") - 1

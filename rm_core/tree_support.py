@@ -66,7 +66,7 @@ class SelfCheck:
         self.calls: list[AttentionCall] = []
         """What transformers asked of each layer's attention the last time."""
         with self._inference():
-            self._expected = torch.cat([network.padded_hidden([ids]) for ids in sequences]).float()
+            self._expected = network.padded_hidden(sequences).float()
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -79,24 +79,27 @@ class SelfCheck:
             self._network.train(was_training)
 
     def layers(self) -> str | None:
-        """The reason why the network's layers cannot take a tree; records their ``calls``."""
+        """The reason not to compute a tree by the model's own layers, or None where they agree; records ``calls``."""
         plan = TreePlan.of(self._tree)
-        with self._inference():
-            try:
-                self._network.run_tree(self._tree.ids, self._tree.positions, plan, self._tree.last)
-            except (TypeError, ValueError, RuntimeError, KeyError) as error:
-                return f"its forward does not take a tree ({type(error).__name__})"
+        try:
+            hidden = self._run(plan)
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            return f"its forward does not take a tree ({type(error).__name__})"
         self.calls = plan.calls
         layers = int(self._network.backbone.config.get_text_config().num_hidden_layers)
         if len(plan.calls) != layers:
             return f"{len(plan.calls)} of its {layers} layers pass the tree to their attention"
-        return None
+        return self._compare(hidden)
 
     def difference(self) -> str | None:
         """The reason not to trust the way the network computes a tree now, or None where it agrees."""
-        plan = TreePlan.of(self._tree)
+        return self._compare(self._run(TreePlan.of(self._tree)))
+
+    def _run(self, plan: TreePlan) -> torch.Tensor:
         with self._inference():
-            hidden = self._network.run_tree(self._tree.ids, self._tree.positions, plan, self._tree.last).float()
+            return self._network.run_tree(self._tree.ids, self._tree.positions, plan, self._tree.last).float()
+
+    def _compare(self, hidden: torch.Tensor) -> str | None:
         worst = float(((hidden - self._expected).norm(dim=1) / self._expected.norm(dim=1)).max())
         dtype = next(self._network.backbone.parameters()).dtype
         if not worst <= _TOLERANCE.get(dtype, 1e-3):

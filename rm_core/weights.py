@@ -59,9 +59,7 @@ def hash_tensors(directory: Path, keep: Callable[[str], bool] = lambda name: Tru
     )
     # hashlib lets go of the interpreter lock, so two threads hash twice as fast on two cores.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        futures = [
-            _begun.pop((entry, _stamp(entry.file)), None) or pool.submit(_hash_entry, entry) for entry in entries
-        ]
+        futures = [_take_begun(entry) or pool.submit(_hash_entry, entry) for entry in entries]
         digests = [future.result() for future in futures]
     total = hashlib.sha256()
     for entry, digest in zip(entries, digests, strict=True):
@@ -89,6 +87,11 @@ def begin_hashing(directory: Path) -> None:
 
 _Stamp = tuple[int, int, int]
 _begun: "dict[tuple[_Entry, _Stamp], Future[bytes]]" = {}
+
+
+def _take_begun(entry: _Entry) -> "Future[bytes] | None":
+    key = (entry, _stamp(entry.file))
+    return _begun.pop(key) if key in _begun else None
 
 
 def _stamp(file: Path) -> _Stamp:

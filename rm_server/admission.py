@@ -166,12 +166,16 @@ class Admission:
         waiter.future.set_result(None)
 
     def close(self, error: ServerError) -> None:
-        """Refuse everyone from now on, and everyone who waits."""
+        """Refuse everyone from now on, and everyone who waits, until ``reopen``."""
         self._closed = error
         for line in (self._newcomers, self._holders, self._late):
             for waiter in line:
                 waiter.future.set_exception(error)
             line.clear()
+
+    def reopen(self) -> None:
+        """Let in again."""
+        self._closed = None
 
     def _fits(self, waiter: _Waiter) -> bool:
         if self.items == 0:

@@ -50,6 +50,8 @@ def build_answer(request: ScoreRequest, scored: Request, model: ServedModel, tot
     answer: dict[str, Any] = {"rewards": _shaped(scored.rewards, sizes)}
     if request.advantages is not None:
         answer["advantages"] = _advantages(request, scored.rewards, sizes)
+    if scored.components is not None:
+        answer["components"] = {name: _shaped(values, sizes) for name, values in scored.components.items()}
     answer["truncated"] = _shaped(scored.truncated, sizes)
     if scored.over_training_length:
         answer["over_training_length"] = [place(slot) for slot in sorted(scored.over_training_length)]

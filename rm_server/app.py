@@ -12,13 +12,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 
+from rm_server.admin import add_admin_schemas, admin_router
 from rm_server.answer import build_answer
+from rm_server.auth import Keys, RequireKeys, key_name
 from rm_server.edge import (
     BodyReader,
     ClientLeftError,
     ErrorBoundary,
     decode_json,
+    error_body,
     error_response,
     json_response,
     translate_http_exception,
@@ -27,13 +31,18 @@ from rm_server.edge import (
 from rm_server.errors import RewardIdMismatchError, ServerError, TokenizerMismatchError
 from rm_server.info import describe
 from rm_server.inputs import TokenizeOptions, list_inputs
+from rm_server.logs import RequestLog
+from rm_server.protocols import add_schemas, protocol_router
 from rm_server.schema import ErrorResponse, ScoreRequest, ScoreResponse, parse_score_request
 from rm_server.scorer import ServedModel
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
+from rm_server.switch import Switch
+from rm_server.verification import refuse_unused_reference
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "Not JSON, or not UTF-8"},
+    401: {"model": ErrorResponse, "description": "No API key, or one that is not known"},
     409: {"model": ErrorResponse, "description": "Another reward model or tokenizer than the pinned one"},
     413: {"model": ErrorResponse, "description": "Can never fit"},
     422: {"model": ErrorResponse, "description": "A field is wrong; the message names it"},
@@ -41,7 +50,10 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "Overloaded, loading or shutting down; see Retry-After"},
     504: {"model": ErrorResponse, "description": "Not scored before the deadline"},
 }
+_FORBIDDEN: dict[str, Any] = {"model": ErrorResponse, "description": "Not an admin key, or the admin routes are off"}
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: _REFUSALS[503]}
+_NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: _REFUSALS[401]}
+_OPEN_PATHS = ("/health", "/ready")
 _BODY = {
     "requestBody": {
         "required": True,
@@ -56,12 +68,22 @@ class AppState(TypedDict):
     service: ScoringService
 
 
-def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
-    """Build the application around a service. Its lifespan stops the service; whoever made the service starts it."""
+def create_app(
+    service: ScoringService, settings: ServerSettings, keys: Keys | None = None, switch: Switch | None = None
+) -> FastAPI:
+    """Build the application around a service. Its lifespan stops the service; whoever made the service starts it.
+
+    ``keys`` are read from the settings' files where they are not given, which may raise KeyFileError. ``switch`` is
+    what changes the model; a test may bring one that loads something else.
+    """
+    switch = switch or Switch(service)
+    if keys is None:
+        keys = Keys.from_files(settings.api_keys_file, settings.admin_keys_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[AppState]:
         yield {"service": service}
+        switch.close()
         await service.stop()
 
     app = FastAPI(
@@ -70,9 +92,18 @@ def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
         summary="Scores answers with a frozen reward model",
         lifespan=lifespan,
         redoc_url=None,
+        redirect_slashes=False,
     )
-    bodies = BodyReader(settings.max_body_bytes, settings.max_waiting_bytes)
+    bodies = BodyReader(settings.max_body_bytes, settings.max_waiting_bytes, settings.receive_seconds)
+    # The last one added is the first one a request meets.
+    app.add_middleware(
+        RequireKeys,
+        keys=keys,
+        open_paths=_OPEN_PATHS if settings.metrics_need_key else (*_OPEN_PATHS, "/metrics"),
+        on_refusal=lambda reason: service.metrics.requests_refused.labels(reason=reason).inc(),
+    )
     app.add_middleware(ErrorBoundary)
+    app.add_middleware(RequestLog, log_access=settings.access_log, key_name=key_name)
 
     @app.exception_handler(ServerError)
     async def refuse(request: Request, error: ServerError) -> Response:
@@ -82,7 +113,7 @@ def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
         translated, headers = translate_http_exception(error, request)
-        return json_response(translated.body(), error.status_code, headers)
+        return json_response(error_body(translated), error.status_code, headers)
 
     @app.exception_handler(ClientLeftError)
     async def nobody_there(request: Request, error: ClientLeftError) -> Response:
@@ -100,8 +131,11 @@ def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
             )
         finally:
             bodies.release(body)
-        service.metrics.request_seconds.observe(service.clock() - arrival)
+        service.metrics.request_seconds.labels(route=request.url.path).observe(service.clock() - arrival)
         return json_response(answer)
+
+    app.include_router(protocol_router(service, bodies, _REFUSALS))
+    app.include_router(admin_router(switch, bodies, _REFUSALS | {403: _FORBIDDEN}))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -115,12 +149,12 @@ def create_app(service: ScoringService, settings: ServerSettings) -> FastAPI:
             raise error
         return {"status": "ready"}
 
-    @app.get("/info", responses=_NOT_READY)
+    @app.get("/info", responses=_NOT_READY | _NEEDS_KEY)
     async def info() -> dict[str, Any]:
         """What is served: identity, rendering rules, numerics, limits, versions."""
         return describe(service, _loaded(service))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_NEEDS_KEY)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         service.update_gauges()
@@ -140,6 +174,7 @@ async def _score(service: ScoringService, request: ScoreRequest, arrival: float)
         raise TokenizerMismatchError(
             f"tokenizer: this server's is {model.tokenizer_hash}; its token ids mean something else"
         )
+    refuse_unused_reference(request, service.rewards)
     deadline_ms = request.deadline_ms or service.settings.default_deadline_ms
     options = TokenizeOptions(service.max_length, request.truncation, request.text_as)
     scored = await service.score(list_inputs(request), options, arrival + deadline_ms / 1000)
@@ -162,5 +197,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schemas = schema["components"]["schemas"]
         schemas.update(body.pop("$defs"))
         schemas["ScoreRequest"] = body
+        add_schemas(schemas)
+        add_admin_schemas(schemas)
         app.openapi_schema = schema
     return app.openapi_schema

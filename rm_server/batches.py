@@ -12,10 +12,11 @@ from typing import TypeVar
 import numpy as np
 
 from rm_server.admission import Admission
+from rm_server.engine import Engine
 from rm_server.errors import InternalError, describe_exception
-from rm_server.groups import Request, WaitingItems
+from rm_server.groups import Request
 from rm_server.metrics import Metrics
-from rm_server.planner import Batch, Counting, plan_batch
+from rm_server.planner import Batch, plan_batch
 from rm_server.scorer import BatchScorer, ScoredBatch, Scorer
 
 logger = logging.getLogger("rm_server")
@@ -30,7 +31,6 @@ class BatchLoop:
     def __init__(
         self,
         *,
-        waiting: WaitingItems,
         admission: Admission,
         metrics: Metrics,
         worker: Executor,
@@ -40,9 +40,11 @@ class BatchLoop:
         clock: Callable[[], float],
     ) -> None:
         self.last_success: float | None = None
-        self.in_flight_since: float | None = None
-        self.scorer: BatchScorer | None = None
-        self._waiting = waiting
+        self.engines: list[Engine] = []
+        """Those that may have work: one, and during a swap the old one before it."""
+        self.is_paused = False
+        """No probe while it is set. Set it only when nothing is waiting."""
+        self._turn = 0
         self._admission = admission
         self._metrics = metrics
         self._worker = worker
@@ -51,8 +53,16 @@ class BatchLoop:
         self._on_stall = on_stall
         self._clock = clock
         self._has_work = asyncio.Event()
+        # When what is on the worker was given to it, oldest first. The worker's thread takes out what is done.
+        self._in_flight: dict[int, float] = {}
+        self._num_given = 0
         # When the last batch ended with more waiting: the gap until the next one is part of what a batch takes.
         self._busy_since: float | None = None
+
+    @property
+    def in_flight_since(self) -> float | None:
+        """Since when the worker has been busy with the same thing; None while it is idle."""
+        return next(iter(tuple(self._in_flight.values())), None)
 
     def notify(self) -> None:
         """Say that there are new waiting items."""
@@ -60,31 +70,49 @@ class BatchLoop:
 
     async def probe(self, model: Scorer) -> None:
         """One forward of one token. Raises what it raises, ValueError for NaN."""
-        await self._on_worker(lambda: _probe(model))
+        await self.on_worker(lambda: probe(model))
+        self.has_succeeded()
+
+    def has_succeeded(self) -> None:
+        """Say that a forward has just succeeded."""
         self.last_success = self._clock()
 
-    async def run(self, model: Scorer, counting: Counting, max_batch_tokens: int) -> None:
+    async def run(self) -> None:
         """Score batch after batch, and probe when idle, until cancelled."""
-        scorer = self.scorer = BatchScorer(model, max_batch_tokens, counting, self._clock)
         while True:
             try:
-                if not self._waiting:
-                    await self._idle(model)
-                batch = plan_batch(self._waiting, scorer.token_limit, counting)
-                if batch.items:
-                    await self._score(batch, scorer)
+                engine = self._next_engine()
+                if engine is None:
+                    await self._idle()
+                    continue
+                await self._score_next(engine)
             except Exception as error:  # a bug of ours must not leave anyone waiting for ever
                 logger.error("the batch loop failed: %s", describe_exception(error))
-                for request in self._waiting.clear():
+                for request in {request for engine in self.engines for request in engine.waiting.clear()}:
                     request.settle_rest(InternalError("the server failed; its log says where"))
 
-    async def _idle(self, model: Scorer) -> None:
+    async def _score_next(self, engine: Engine) -> None:
+        scorer = engine.scorer
+        # Only the worker changes what the cache holds, and it is idle here.
+        batch = plan_batch(engine.waiting, scorer.token_limit, engine.counting, scorer.known_length)
+        if batch.items:
+            await self._score(batch, scorer)
+
+    def _next_engine(self) -> Engine | None:
+        """One with waiting items, or None. Where both the old and the new one have some, they take turns."""
+        busy = [engine for engine in self.engines if engine.waiting]
+        self._turn += 1
+        return busy[self._turn % len(busy)] if busy else None
+
+    async def _idle(self) -> None:
         self._has_work.clear()
         try:
-            await asyncio.wait_for(self._has_work.wait(), self._probe_seconds)
+            await asyncio.wait_for(self._has_work.wait(), None if self.is_paused else self._probe_seconds)
         except asyncio.TimeoutError:  # a class of its own before Python 3.11
+            if self.is_paused:
+                return
             try:
-                await self.probe(model)
+                await self.probe(self.engines[-1].model)
             except Exception as error:  # whatever a model raises; `/ready` shows it
                 logger.error("the probe forward failed: %s", describe_exception(error))
                 self._metrics.probes.labels(outcome="failed").inc()
@@ -98,12 +126,13 @@ class BatchLoop:
             item.request.in_flight_items += 1
             self._metrics.queue_seconds.observe(start - item.waiting_since)
         try:
-            scored = await self._on_worker(lambda: scorer.score([item.key for item in batch.items]))
+            scored = await self.on_worker(lambda: scorer.score([item.key for item in batch.items]))
         except (
             Exception
         ) as error:  # the scorer catches what the model raises; this is a bug, and reaches the waiters too
             logger.error("scoring a batch failed: %s", describe_exception(error))
-            scored = ScoredBatch([InternalError("scoring failed; the server's log says where")] * len(batch.items))
+            failed = InternalError("scoring failed; the server's log says where")
+            scored = ScoredBatch([failed] * len(batch.items), [0] * len(batch.items))
         finally:
             for item in batch.items:
                 item.request.in_flight_tokens -= item.num_tokens
@@ -113,15 +142,15 @@ class BatchLoop:
         requests = self._deliver(batch, scored, seconds)
         self._admission.wake()
         self._observe(batch, scored, seconds, len(requests))
-        self._busy_since = start + seconds if self._waiting else None
+        self._busy_since = start + seconds if any(engine.waiting for engine in self.engines) else None
 
     def _deliver(self, batch: Batch, scored: ScoredBatch, seconds: float) -> set[Request]:
         requests: set[Request] = set()
         if any(isinstance(outcome, float) for outcome in scored.outcomes):
-            self.last_success = self._clock()
+            self.has_succeeded()
             now = self._clock()
             self._admission.rate.add(batch.num_tokens, now - (self._busy_since or now - seconds))
-        for item, charge, outcome in zip(batch.items, batch.charges, scored.outcomes, strict=True):
+        for item, charge, outcome in zip(batch.items, scored.charges, scored.outcomes, strict=True):
             request = item.request
             if request not in requests:
                 requests.add(request)
@@ -136,24 +165,30 @@ class BatchLoop:
         metrics = self._metrics
         metrics.forward_seconds.observe(seconds)
         metrics.batch_tokens_before.observe(batch.num_tokens)
-        metrics.batch_tokens_after.observe(batch.computed_tokens)
+        metrics.batch_tokens_after.observe(scored.computed_tokens)
+        metrics.cache_hit_tokens.inc(scored.cached_tokens)
+        metrics.cache_evictions.inc(scored.num_evicted)
         metrics.batch_items.observe(len(batch.items))
         metrics.batch_requests.observe(num_requests)
         metrics.forward_failures.labels(cause="error").inc(scored.num_failures)
         metrics.forward_failures.labels(cause="out_of_memory").inc(scored.num_out_of_memory)
 
-    async def _on_worker(self, work: Callable[[], T]) -> T:
+    async def on_worker(self, work: Callable[[], T]) -> T:
         """Run on the worker thread, under the eye of the stall timer."""
-        loop = asyncio.get_running_loop()
-        self.in_flight_since = self._clock()
-        timer = loop.call_later(self._stall_seconds, self._on_stall)
+        timer = asyncio.get_running_loop().call_later(self._stall_seconds, self._on_stall)
+        self._num_given += 1
+        number = self._num_given
+        self._in_flight[number] = self._clock()
+        future = self._worker.submit(work)
+        # Not when the waiter is cancelled: the thread may be busy with it for long after that.
+        future.add_done_callback(lambda _: self._in_flight.pop(number, None))
         try:
-            return await loop.run_in_executor(self._worker, work)
+            return await asyncio.wrap_future(future)
         finally:
             timer.cancel()
-            self.in_flight_since = None
 
 
-def _probe(model: Scorer) -> None:
-    if not np.isfinite(model.score_ids([PROBE_IDS])).all():
+def probe(model: Scorer) -> None:
+    """Score one token. Raises what the model raises, and ValueError for NaN or infinity."""
+    if not np.isfinite(model.score_batch([PROBE_IDS]).rewards).all():
         raise ValueError("the model gives NaN or infinity for a single token")

@@ -9,8 +9,8 @@ Invariant: what the user got wrong is one line on stderr and exit 2, never a tra
 import asyncio
 import gc
 import importlib.metadata
+import ipaddress
 import logging
-import logging.config
 import os
 import signal
 import socket
@@ -23,7 +23,10 @@ import click
 import uvicorn
 
 from rm_server.app import create_app
-from rm_server.scorer import ServedModel
+from rm_server.auth import Keys
+from rm_server.connections import check_tls, raise_file_limit, uvicorn_config
+from rm_server.loader import load_model
+from rm_server.logs import configure_logging, log_loop_problem
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings, SettingsError, env_of, flag_of, load_settings
 
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not isinstance(given, dict):  # --help and --version have printed
             return
         settings = load_settings(given["flags"], os.environ, given["config"])
+        keys = Keys.from_files(settings.api_keys_file, settings.admin_keys_file)
+        check_tls(settings)
         listener = _listen(settings.host, settings.port)
     except click.ClickException as error:
         _die(error.format_message())
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # uvicorn raises the signal again after its own clean shutdown; that must not kill the process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    code, is_busy = asyncio.run(_serve(settings, listener))
+    code, is_busy = asyncio.run(_serve(settings, keys, listener))
     if is_busy:
         # A load or a forward that nobody waits for: its thread would keep the interpreter from ending.
         sys.stdout.flush()
@@ -57,48 +62,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def load_model(settings: ServerSettings) -> ServedModel:
-    """Load the checkpoint. Runs on the worker thread, where torch's thread count belongs too."""
-    import torch
-
-    from rm_core.model import RewardModel
-
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    model = RewardModel.load(settings.checkpoint, dtype=settings.dtype, device=settings.device)
-    logger.info(
-        "loaded %s: %s on %s (%s), %d CPU threads, %d tokens a batch, sequences up to %d tokens",
-        model.reward_id,
-        model.dtype,
-        model.device,
-        model.dtype_reason,
-        torch.get_num_threads(),
-        settings.max_batch_tokens,
-        settings.max_length or model.max_length,
-    )
-    return model
-
-
-async def _serve(settings: ServerSettings, listener: socket.socket) -> tuple[int, bool]:
+async def _serve(settings: ServerSettings, keys: Keys, listener: socket.socket) -> tuple[int, bool]:
     """Returns the exit code, and whether the worker thread is still busy."""
     host, port = listener.getsockname()[:2]
-    service = ScoringService(settings)
+    try:
+        service = ScoringService(settings)
+    except SettingsError as unusable:
+        _complain(str(unusable))
+        return EXIT_USER_ERROR, False
     if settings.exit_on_stall:
         service.exit_on_stall = lambda: os._exit(EXIT_STALLED)
-    logging.config.dictConfig(_log_config(settings))
+    configure_logging(settings)
+    asyncio.get_running_loop().set_exception_handler(log_loop_problem)
+    raise_file_limit(settings.max_connections)
+    if keys.api is None and not _is_loopback(host):
+        logger.warning("listening on %s without API keys: whoever reaches the port can score (docs/security.md)", host)
     server = _Server(
-        uvicorn.Config(
-            create_app(service, settings),
-            log_config=None,
-            access_log=settings.access_log,
-            lifespan="on",
-            server_header=False,
-            timeout_graceful_shutdown=int(settings.grace_seconds) + 5,
-        ),
+        uvicorn_config(create_app(service, settings, keys), settings),
         service,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(service.start(lambda: load_model(settings)))
+    starting = asyncio.create_task(service.start(lambda: load_model(settings) if settings.checkpoint else None))
     await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
     code, is_busy, complaint = 0, not starting.done(), ""
     if is_busy:
@@ -112,11 +96,12 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> tuple[int
     elif not server.should_exit:
         gc.collect()
         gc.freeze()  # what was loaded stays for good: the collector need not visit it again
-        print(f"rm-server ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        print(f"rm-server ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await serving
     if complaint:
         _complain(complaint)
-    return code, is_busy or service.forward_seconds_so_far > 0
+    return code, is_busy or service.forward_seconds_so_far > 0 or service.is_loading_beside
 
 
 class _Server(uvicorn.Server):
@@ -149,6 +134,10 @@ def _listen(host: str, port: int) -> socket.socket:
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.set_inheritable(False)
     return listener
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _command() -> click.Command:
@@ -184,21 +173,6 @@ def _metavar(annotation: Any) -> str:
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
     return {int: "INTEGER", float: "NUMBER"}.get(kinds[0], "TEXT")
-
-
-def _log_config(settings: ServerSettings) -> dict[str, Any]:
-    level = settings.log_level.upper()
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
-        "loggers": {
-            "rm_server": {"handlers": ["stderr"], "level": level, "propagate": False},
-            "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-            "uvicorn.access": {"level": "INFO" if settings.access_log else "WARNING"},
-        },
-    }
 
 
 def _complain(message: str) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rm_server.errors import (
+    DeadlineExceededError,
     InternalError,
     InvalidRequestError,
     MalformedBodyError,
@@ -26,6 +27,7 @@ from rm_server.errors import (
     TooLargeError,
     describe_exception,
 )
+from rm_server.logs import current_request_id
 
 logger = logging.getLogger("rm_server")
 T = TypeVar("T")
@@ -36,10 +38,11 @@ class ClientLeftError(Exception):
 
 
 class BodyReader:
-    """Reads request bodies under a limit for each and a limit for all that are held at once."""
+    """Reads request bodies under a limit for each, a limit for all that are held at once, and a limit of time."""
 
-    def __init__(self, max_body_bytes: int, max_waiting_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, max_waiting_bytes: int, max_seconds: float) -> None:
         self.held_bytes = 0
+        self._max_seconds = max_seconds
         self._max_body_bytes = max_body_bytes
         self._max_waiting_bytes = max_waiting_bytes
 
@@ -49,7 +52,15 @@ class BodyReader:
             raise InvalidRequestError("Content-Encoding: send the body uncompressed")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
-            self._check(int(declared))
+            self._check(int(declared[:20]))
+        try:
+            return await asyncio.wait_for(self._read(request), self._max_seconds)
+        except asyncio.TimeoutError:
+            raise DeadlineExceededError(
+                f"the body did not arrive within {self._max_seconds:g} s, which is the limit (receive_seconds)"
+            ) from None
+
+    async def _read(self, request: Request) -> bytes:
         chunks: list[bytes] = []
         size = 0
         try:
@@ -118,7 +129,15 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_response(error: ServerError) -> Response:
     """The one form of an answer that is not a success."""
-    return json_response(error.body(), error.status, error.headers())
+    return json_response(error_body(error), error.status, error.headers())
+
+
+def error_body(error: ServerError) -> dict[str, Any]:
+    """The body of an error, with the id of the request it answers."""
+    body = error.body()
+    if (request_id := current_request_id()) is not None:
+        body["error"]["request_id"] = request_id
+    return body
 
 
 def translate_http_exception(error: HTTPException, request: Request) -> tuple[ServerError, dict[str, str]]:

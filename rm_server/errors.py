@@ -11,14 +11,20 @@
     │   └── ModelNotFoundError         404     model_not_found       no
     ├── RewardIdMismatchError          409     reward_id_mismatch    no
     ├── TokenizerMismatchError         409     tokenizer_mismatch    no
+    ├── BusyError                      409     busy                  yes   another change of the model is under way
+    ├── CheckpointRefusedError         422     checkpoint_refused    no    it cannot be loaded, or is not what it was
     ├── TooLargeError                  413     too_large             no    can never fit, whatever the load
     ├── UnavailableError               503     each with Retry-After
     │   ├── OverloadedError            503     overloaded            yes
     │   ├── LoadingError               503     loading               yes
     │   ├── DrainingError              503     draining              yes
+    │   ├── AsleepError                503     asleep                yes   its device is lent to others
+    │   ├── NotEnoughMemoryError       503     not_enough_memory     yes   for another checkpoint, or to wake
     │   └── NotReadyError              503     not_ready             yes   no forward has succeeded lately
     ├── DeadlineExceededError          504     deadline_exceeded     yes
     ├── NonFiniteRewardError           500     non_finite_reward     no    NaN or infinity for one item
+    ├── VerifierFailedError            500     verifier_failed       no    a verifier could not decide on one item
+    │   └── VerifierTimeoutError       500     verifier_timeout      no    it took longer than its limit
     └── InternalError                  500     internal              no
 
 Invariant: a message names fields, limits and counts; it never holds what the caller wrote.
@@ -67,6 +73,9 @@ class TooLongError(InvalidRequestError):
 class UnauthorizedError(ServerError):
     status, type = 401, "unauthorized"
 
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
 
 class ForbiddenError(ServerError):
     status, type = 403, "forbidden"
@@ -86,6 +95,21 @@ class RewardIdMismatchError(ServerError):
 
 class TokenizerMismatchError(ServerError):
     status, type = 409, "tokenizer_mismatch"
+
+
+class BusyError(ServerError):
+    status, type, retryable = 409, "busy", True
+
+    def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after_seconds)}
+
+
+class CheckpointRefusedError(ServerError):
+    status, type = 422, "checkpoint_refused"
 
 
 class TooLargeError(ServerError):
@@ -117,6 +141,14 @@ class DrainingError(UnavailableError):
     type = "draining"
 
 
+class AsleepError(UnavailableError):
+    type = "asleep"
+
+
+class NotEnoughMemoryError(UnavailableError):
+    type = "not_enough_memory"
+
+
 class NotReadyError(UnavailableError):
     type = "not_ready"
 
@@ -127,6 +159,14 @@ class DeadlineExceededError(ServerError):
 
 class NonFiniteRewardError(ServerError):
     type = "non_finite_reward"
+
+
+class VerifierFailedError(ServerError):
+    type = "verifier_failed"
+
+
+class VerifierTimeoutError(VerifierFailedError):
+    type = "verifier_timeout"
 
 
 class InternalError(ServerError):

@@ -40,6 +40,19 @@ def num_shared_tokens(a: bytes, b: bytes) -> int:
     return int(differs.argmax())
 
 
+class SpreadReward(float):
+    """The mean of several heads' rewards, with how far they are apart."""
+
+    __slots__ = ("least", "std")
+    least: float
+    std: float
+
+    def __new__(cls, mean: float, std: float, least: float) -> "SpreadReward":
+        reward = super().__new__(cls, mean)
+        reward.std, reward.least = std, least
+        return reward
+
+
 class Request:
     """One caller's items. ``rewards`` and ``errors`` fill up; ``on_settled`` is called once, when all are in."""
 
@@ -47,6 +60,8 @@ class Request:
         self.rewards: list[float | None] = [None] * num_items
         self.errors: dict[int, ServerError] = {}
         self.truncated: list[bool] = [False] * num_items
+        self.digests: dict[int, tuple[str, int]] = {}
+        """Digest of the ids and number of tokens by slot, where there is an audit log."""
         self.num_tokens = 0
         self.computed_tokens = 0
         self.over_training_length: list[int] = []
@@ -56,6 +71,8 @@ class Request:
         self.in_flight_tokens = 0
         self.in_flight_items = 0
         self.had_turn = False
+        self.components: dict[str, list[float | None]] | None = None
+        """The parts of each reward, where a recipe combines several; or ``std`` and ``min`` over a model's heads."""
         self.tokenize_seconds = 0.0
         self.forward_seconds = 0.0
         self._num_open = num_items
@@ -72,10 +89,25 @@ class Request:
         if isinstance(outcome, ServerError):
             self.errors[slot] = outcome
         else:
-            self.rewards[slot] = outcome
+            self.rewards[slot] = float(outcome)
+            if isinstance(outcome, SpreadReward):
+                if self.components is None:
+                    self.components = {"std": [None] * len(self.rewards), "min": [None] * len(self.rewards)}
+                self.components["std"][slot], self.components["min"][slot] = outcome.std, outcome.least
         self._num_open -= 1
         if self._num_open == 0:
             self._on_settled()
+
+    def outcome(self, slot: int) -> float | ServerError | None:
+        """What an item has got so far."""
+        return self.errors.get(slot, self.rewards[slot])
+
+    def replace(self, slot: int, outcome: float | ServerError) -> None:
+        """Give an item another outcome: what a recipe makes of the model's. Not before all are settled."""
+        self.rewards[slot] = None if isinstance(outcome, ServerError) else outcome
+        self.errors.pop(slot, None)
+        if isinstance(outcome, ServerError):
+            self.errors[slot] = outcome
 
     def settle_rest(self, error: ServerError) -> None:
         """Give every item that has no outcome yet this error."""

@@ -4,21 +4,26 @@ import importlib.metadata
 import platform
 from typing import Any
 
+from rm_server.engine import why_no_cache, why_no_sharing
 from rm_server.scorer import ServedModel
 from rm_server.service import ScoringService
 
-SQUASHING = "none: rewards are raw fp32 logits on every route"
+SQUASHING = (
+    "none: rewards are raw fp32 logits. Two exceptions by protocol: POST /classify in vLLM's form answers their "
+    "logistic function unless use_activation is false; scores (not rewards) of /get_reward are that of the "
+    "standardised reward"
+)
 
 
 def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
     """JSON-ready facts about a loaded model and its server."""
-    settings, record = service.settings, model.record
+    settings, record, rules = service.settings, model.record, model.renderer.rules
     return {
         "model": model.name,
         "reward_id": model.reward_id,
         "tokenizer_hash": model.tokenizer_hash,
         "vocab_size": model.vocab_size,
-        "rendering": model.renderer.rules.model_dump(mode="json"),
+        "rendering": rules.model_dump(mode="json") if rules is not None else None,
         "max_length": service.max_length,
         "training_length": record.training_length if record else None,
         "reward_mean": record.reward_mean if record else None,
@@ -29,11 +34,15 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
         "dtype_reason": model.dtype_reason,
         "head_dtype": "float32",
         "device": str(model.device),
-        "prefix_sharing": "on" if model.sharing_off is None else f"off: {model.sharing_off}",
+        "exact": settings.exact,
+        "prefix_sharing": _on_unless(why_no_sharing(model, settings)),
+        "prefix_cache": _on_unless(why_no_cache(model, settings)),
+        **({} if service.rewards is None else service.rewards.describe(model)),
         "limits": {
             name: getattr(settings, name)
             for name in (
                 "max_batch_tokens",
+                "prefix_cache_mb",
                 "max_queued_tokens",
                 "max_queued_items",
                 "max_queue_seconds",
@@ -45,6 +54,10 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("betterthan", "torch", "transformers", "tokenizers", "fastapi")}
         | {"python": platform.python_version()},
     }
+
+
+def _on_unless(reason: str | None) -> str:
+    return "on" if reason is None else f"off: {reason}"
 
 
 def _version(distribution: str) -> str | None:

@@ -6,7 +6,7 @@ its own that names it as the caller knows it.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rm_server.errors import InternalError, InvalidRequestError, ServerError, TooLongError, describe_exception
@@ -30,9 +30,14 @@ class ItemInput:
     prompt: Text | None = None
     prompt_path: str = ""
     ids: list[int] | None = None
-    finished: bool = True
+    finished: bool | None = True
+    """None: read from the end of a templated text; it is finished if it stops at an end token."""
+    reference: Any = None
+    """What verifiers compare the answer with."""
+    answer: str | None = None
+    """The answer alone for verifiers, where it is known and ``completion`` holds more."""
     is_templated: bool = False
-    """A policy's own text, written with the chat template."""
+    """A policy's own text, written with the chat template, special tokens and all."""
 
     @property
     def size(self) -> int:
@@ -48,7 +53,7 @@ class TokenizeOptions:
 
     max_length: int
     truncation: Literal["error", "left"] = "error"
-    text_as: Literal["raw", "chat"] | None = None
+    text_as: Literal["raw", "chat", "templated"] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,19 @@ class Tokens:
 
     key: bytes
     is_truncated: bool = False
+    is_finished: bool = True
 
 
 def list_inputs(request: ScoreRequest) -> list[ItemInput]:
     """All items of a request in order, whichever form they came in."""
+    items = _list_inputs(request)
+    if request.text_as != "templated":
+        return items
+    # Whether such a text is finished stands in it, unless the caller says that it is not.
+    return [replace(item, is_templated=True, finished=item.finished and None) for item in items]
+
+
+def _list_inputs(request: ScoreRequest) -> list[ItemInput]:
     if request.groups is not None:
         return [
             item for number, group in enumerate(request.groups) for item in _group_inputs(group, f"groups[{number}].")
@@ -73,7 +87,8 @@ def list_inputs(request: ScoreRequest) -> list[ItemInput]:
         return [ItemInput(f"input_ids[{i}]", ids=ids) for i, ids in enumerate(request.input_ids)]
     assert request.prompt is not None, "this is a bug: the schema allows no other form"
     assert request.completions is not None, "this is a bug: the schema allows no other form"
-    return _group_inputs(Group.model_construct(prompt=request.prompt, completions=request.completions), "")
+    group = Group.model_construct(prompt=request.prompt, completions=request.completions, reference=request.reference)
+    return _group_inputs(group, "")
 
 
 def _group_inputs(group: Group, prefix: str) -> list[ItemInput]:
@@ -81,10 +96,10 @@ def _group_inputs(group: Group, prefix: str) -> list[ItemInput]:
     for number, completion in enumerate(group.completions):
         path, prompt_path = f"{prefix}completions[{number}]", f"{prefix}prompt"
         if isinstance(completion, Completion):
-            answer, finished = completion.content, completion.finished
-            items.append(ItemInput(f"{path}.content", answer, group.prompt, prompt_path, finished=finished))
+            path, answer, finished = f"{path}.content", completion.content, completion.finished
         else:
-            items.append(ItemInput(path, completion, group.prompt, prompt_path))
+            answer, finished = completion, True
+        items.append(ItemInput(path, answer, group.prompt, prompt_path, finished=finished, reference=group.reference))
     return items
 
 
@@ -109,7 +124,7 @@ def _tokenize_one(
             f"{item.path}: {item.size} characters cannot be {limit} tokens or fewer, which is the limit"
         )
     try:
-        ids = item.ids if item.ids is not None else _render(model, item, options)
+        ids, is_finished = (item.ids, True) if item.ids is not None else _render(model, item, options)
     except RenderError as error:
         return InvalidRequestError(f"{wire_path(item, error.field)}: {error.message}"[:_MAX_MESSAGE])
     except RecursionError:
@@ -126,25 +141,33 @@ def _tokenize_one(
             f"{where}: {ids[place]} is not a token id of this model (0 to {model.vocab_size - 1})"
         )
     if len(ids) <= limit:
-        return Tokens(key_of(ids))
+        return Tokens(key_of(ids), is_finished=is_finished)
     if options.truncation == "left":
-        return Tokens(key_of(truncate_left(ids, limit, model.renderer.tokenizer.bos_token_id)), is_truncated=True)
+        ids = truncate_left(ids, limit, model.renderer.tokenizer.bos_token_id)
+        return Tokens(key_of(ids), is_truncated=True, is_finished=is_finished)
     return TooLongError(
         f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
     )
 
 
-def _render(model: ServedModel, item: ItemInput, options: TokenizeOptions) -> list[int]:
-    renderer, completion = model.renderer, _plain(item.completion)
+def _render(model: ServedModel, item: ItemInput, options: TokenizeOptions) -> tuple[list[int], bool]:
+    """The ids, and whether what is scored came to its own end."""
+    renderer, prompt, completion = model.renderer, _plain(item.prompt), _plain(item.completion)
     assert completion is not None, "this is a bug: an input has ids or a completion"
     if item.is_templated and isinstance(completion, str):
-        return renderer.render_templated(completion, finished=item.finished)
-    if item.prompt is not None:
-        prompt = _plain(item.prompt)
-        return renderer.render(prompt, completion, finished=item.finished, text_as=options.text_as)
+        if not isinstance(prompt, list):
+            text = (prompt or "") + completion
+            finished = renderer.split_end(text)[1] if item.finished is None else item.finished
+            return renderer.render_templated(text, finished=finished), finished
+        completion, is_ended = renderer.split_end(completion)
+        finished = is_ended if item.finished is None else item.finished
+        return renderer.render(prompt, completion, finished=finished), finished
+    finished, text_as = item.finished is not False, None if options.text_as == "templated" else options.text_as
+    if prompt is not None:
+        return renderer.render(prompt, completion, finished=finished, text_as=text_as), finished
     if isinstance(completion, str):
-        return renderer.render_text(completion, finished=item.finished, text_as=options.text_as)
-    return renderer.render_conversation(completion, finished=item.finished)
+        return renderer.render_text(completion, finished=finished, text_as=text_as), finished
+    return renderer.render_conversation(completion, finished=finished), finished
 
 
 def wire_path(item: ItemInput, field: str) -> str:

@@ -6,20 +6,27 @@ batch and at least one item: the request's oldest item, then those that share it
 belong to, then the request's next oldest. A request with items left after its turn goes to the back of those under way.
 Whoever stands in front and does not fit begins one of the next two batches.
 
-Invariant: a batch costs at most ``max_batch_tokens``, unless it is one single sequence that is longer. Both lines are
+What the prefix cache holds costs nothing, so a batch is as large as what will really be computed.
+
+Invariant: a batch costs at most ``max_batch_tokens``, unless it is one single sequence that costs more. Both lines are
 first come, first served, and each moves in at least every other batch, so every item is planned.
 """
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from rm_server.groups import TOKEN_BYTES, Item, Request, WaitingItems, num_shared_tokens
 
-Counting = Literal["shared", "padded"]
+Counting = Literal["shared", "padded", "alone"]
 """How a batch is charged: ``shared`` counts distinct tokens after prefix sharing (a model with a token tree),
-``padded`` counts rows times the longest row (a model that pads)."""
+``padded`` counts rows times the longest row (a model that pads), ``alone`` counts distinct sequences whole (each is
+computed in a forward of its own)."""
+
+Known = Callable[[bytes], int]
+"""How many tokens at the beginning of a sequence the prefix cache holds."""
 
 TURNS_PER_BATCH = 4
 MIN_SHARED_TOKENS = 16
@@ -32,19 +39,23 @@ MAX_MISFITS = 32
 
 @dataclass(frozen=True)
 class Batch:
-    """Items of one forward, sorted by token ids; ``charges`` are the tokens computed for each, sharing counted."""
+    """Items of one forward, sorted by token ids."""
 
     items: list[Item]
-    charges: list[int]
     num_tokens: int
     """Sum of the sequence lengths."""
-    computed_tokens: int
-    """Sum of ``charges``."""
+    cost: int
+    """What the batch is thought to cost, in tokens, as ``BatchCost`` counts."""
 
 
-def plan_batch(waiting: WaitingItems, max_batch_tokens: int, counting: Counting) -> Batch:
+def knows_nothing(key: bytes) -> int:
+    """There is no prefix cache."""
+    return 0
+
+
+def plan_batch(waiting: WaitingItems, max_batch_tokens: int, counting: Counting, known: Known = knows_nothing) -> Batch:
     """Take the next batch out of ``waiting``; empty only if nothing waits."""
-    plan = _Plan(waiting, max_batch_tokens, counting)
+    plan = _Plan(waiting, max_batch_tokens, counting, known)
     half = max_batch_tokens // 2
     underway_first = waiting.underway_first
     front = waiting.underway[0] if waiting.underway else None
@@ -59,11 +70,13 @@ def plan_batch(waiting: WaitingItems, max_batch_tokens: int, counting: Counting)
 
 
 class BatchCost:
-    """What a growing set of sequences costs in one forward."""
+    """What a growing set of sequences costs in one forward, as ``rm_core.passes`` will compute it."""
 
-    def __init__(self, counting: Counting) -> None:
+    def __init__(self, counting: Counting, known: Known = knows_nothing) -> None:
         self.tokens = 0
         self._counting = counting
+        self._known = known
+        self._known_before: dict[bytes, int] = {}
         self._sorted_keys: list[bytes] = []
         self._longest = 0
 
@@ -76,8 +89,18 @@ class BatchCost:
             if key in around:
                 return self.tokens
             return (len(self._sorted_keys) + 1) * max(self._longest, length)
-        # In sorted order the longest prefix shared with any is shared with a neighbour.
-        return self.tokens + length - max((num_saved_tokens(key, other) for other in around), default=0)
+        if self._counting == "alone" or key in around:
+            return self.tokens + (0 if key in around else length)
+        # In sorted order the longest prefix shared with any is shared with a neighbour. Behind what the cache holds,
+        # too, a shared run must be long enough.
+        known = self._known_length(key)
+        shared = max((num_shared_tokens(key, other) for other in around), default=0)
+        return self.tokens + length - (shared if shared - known >= MIN_SHARED_TOKENS else known)
+
+    def _known_length(self, key: bytes) -> int:
+        if key not in self._known_before:
+            self._known_before[key] = self._known(key)
+        return self._known_before[key]
 
     def add(self, key: bytes, cost: int) -> None:
         """Let a sequence join; ``cost`` is what ``with_key`` said."""
@@ -89,12 +112,12 @@ class BatchCost:
 
 
 class _Plan:
-    def __init__(self, waiting: WaitingItems, max_batch_tokens: int, counting: Counting) -> None:
+    def __init__(self, waiting: WaitingItems, max_batch_tokens: int, counting: Counting, known: Known) -> None:
         self.waiting = waiting
         self.limit = max_batch_tokens
         self.share = max(max_batch_tokens // TURNS_PER_BATCH, 1)
         self.counting: Counting = counting
-        self.cost = BatchCost(counting)
+        self.cost = BatchCost(counting, known)
         self.items: list[Item] = []
         self.served: set[Request] = set()
 
@@ -145,17 +168,8 @@ class _Plan:
         self.items += self.waiting.take(start, stop)
 
     def batch(self) -> Batch:
-        """The batch, each token charged to the first sequence, in the order of token ids, that holds it."""
         items = sorted(self.items, key=lambda item: (item.key, item.number))
-        charges = []
-        before = b""
-        for item in items:
-            saved = num_saved_tokens(before, item.key)
-            if self.counting == "padded" and before != item.key:
-                saved = 0
-            charges.append(item.num_tokens - saved)
-            before = item.key
-        return Batch(items, charges, sum(item.num_tokens for item in items), sum(charges))
+        return Batch(items, sum(item.num_tokens for item in items), self.cost.tokens)
 
 
 def num_saved_tokens(a: bytes, b: bytes) -> int:

@@ -6,14 +6,15 @@ what the caller wrote, beyond the names of fields.
 
 import difflib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from rm_server.errors import InvalidRequestError
 
-_NOT_YET = ("reference", "references", "recipe", "components", "verifiers")
+M = TypeVar("M", bound=BaseModel)
+_NOT_YET = ("references", "recipe", "components", "verifiers")
 _TEXT, _MESSAGES, _OBJECT = "(text)", "(messages)", "(object)"
 MAX_FIELDS = 32
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -99,6 +100,8 @@ class Group(_Strict):
     """The caller's name for the group, given back in `ids`."""
     prompt: Prompt
     completions: Completions
+    reference: Any = None
+    """What the verifiers of the server's recipe compare the completions with; refused where it has none."""
 
 
 class AdvantageOptions(_Strict):
@@ -117,6 +120,8 @@ class ScoreRequest(_Strict):
 
     prompt: Prompt | None = None
     completions: Completions | None = None
+    reference: Any = None
+    """Of the one group that `prompt` and `completions` are, as in `groups`."""
     groups: Annotated[list[Group], Field(fail_fast=True)] | None = None
     texts: Annotated[list[str], Field(fail_fast=True)] | None = None
     conversations: Annotated[list[Messages], Field(fail_fast=True)] | None = None
@@ -124,8 +129,9 @@ class ScoreRequest(_Strict):
     """Token ids made with the server's own tokenizer, complete with their end token."""
     tokenizer: str | None = None
     """The hash of the tokenizer that made `input_ids`; another one than the server's is refused (409)."""
-    text_as: Literal["raw", "chat"] | None = None
-    """How strings become tokens; the checkpoint's own rule where it is not given."""
+    text_as: Literal["raw", "chat", "templated"] | None = None
+    """How strings become tokens; the checkpoint's own rule where it is not given. `templated`: as a policy wrote them
+    with the chat template, special tokens and all; such a text is finished if it stops at an end token."""
     truncation: Literal["error", "left"] = "error"
     """What happens to a sequence over the length limit: an error for it, or the loss of its beginning."""
     reward_id: str | None = None
@@ -155,6 +161,8 @@ class ScoreRequest(_Strict):
             raise PydanticCustomError(
                 "one_form", "{other}: is required beside {given}", {"other": other, "given": given[0]}
             )
+        if self.reference is not None and self.completions is None:
+            raise PydanticCustomError("one_form", "reference: belongs to prompt + completions, or to one of groups")
         if self.tokenizer is not None and self.input_ids is None:
             raise PydanticCustomError("one_form", "tokenizer: belongs to input_ids, and there are none")
         return self
@@ -199,6 +207,8 @@ class ScoreResponse(BaseModel):
     truncated: list[bool] | list[list[bool]]
     over_training_length: list[list[int]] | None = None
     """Places of sequences that are longer than any the model was trained on."""
+    components: dict[str, Rewards | list[Rewards]] | None = None
+    """Only from a server with a recipe: the value of each part, by name, in the shape of `rewards`."""
     errors: list[ItemErrorBody] | None = None
     ids: list[str | None] | None = None
     reward_id: str
@@ -211,6 +221,8 @@ class ErrorDetail(BaseModel):
     type: str
     message: str
     retryable: bool
+    request_id: str | None = None
+    """As in the header `X-Request-ID` and in the server's log."""
 
 
 class ErrorResponse(BaseModel):
@@ -225,12 +237,17 @@ class ErrorResponse(BaseModel):
 
 def parse_score_request(data: Any) -> ScoreRequest:
     """Check decoded JSON. Raises InvalidRequestError, which names the first wrong field."""
+    return parse_as(ScoreRequest, data)
+
+
+def parse_as(model: type[M], data: Any) -> M:
+    """Check decoded JSON against a request's model. Raises InvalidRequestError, which names the first wrong field."""
     if not isinstance(data, dict):
         raise InvalidRequestError(f"the body must be a JSON object, not {_json_type(data)}")
     try:
-        return ScoreRequest.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequestError(_explain(error)) from None
+        raise InvalidRequestError(_explain(error, model)) from None
 
 
 def path_of(loc: Sequence[int | str]) -> str:
@@ -261,21 +278,23 @@ _IN_WORDS = {
 }
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     problem = error.errors(include_input=False, include_url=False)[0]
     path, kind = path_of(problem["loc"]), problem["type"]
     if kind == "one_form":
         return problem["msg"]
     if kind == "extra_forbidden":
-        return _unknown_field(str(problem["loc"][-1]), path)
+        return _unknown_field(str(problem["loc"][-1]), path, model)
     text = _IN_WORDS.get(kind) or problem["msg"].replace("Input should", "must")
     return f"{path}: {text}" if path else f"the body: {text}"
 
 
-def _unknown_field(name: str, path: str) -> str:
+def _unknown_field(name: str, path: str, model: type[BaseModel]) -> str:
     if name in _NOT_YET:
         return f"{path}: is not supported by this server"
-    known = {*ScoreRequest.model_fields, *Group.model_fields, *Message.model_fields, *AdvantageOptions.model_fields}
+    known = {*model.model_fields, *Message.model_fields}
+    if model is ScoreRequest:
+        known |= {*Group.model_fields, *AdvantageOptions.model_fields}
     close = difflib.get_close_matches(name[:64], sorted(known), n=1)
     return f"{path}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
 

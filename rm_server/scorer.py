@@ -1,10 +1,12 @@
 """Tensors: score a batch on the worker thread, whatever happens there. The only file that runs the model.
 
 Invariant: every sequence that goes in comes out with a finite reward or an error of its own, in order; an exception,
-running out of memory, or a NaN costs nobody but the sequence that causes it.
+running out of memory, or a NaN costs nobody but the sequence that causes it. The charges of a batch add up to the
+tokens that its successful forwards computed.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,26 +14,40 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rm_server.errors import InternalError, NonFiniteRewardError, OverloadedError, ServerError, describe_exception
-from rm_server.groups import ids_of
+from rm_server.groups import TOKEN_BYTES, SpreadReward, ids_of
 from rm_server.planner import BatchCost, Counting
 
 if TYPE_CHECKING:
     from rm_core.chat import Renderer
     from rm_core.checkpoint import CheckpointRecord
+    from rm_core.passes import Scored
+    from rm_core.prefix_cache import PrefixCache
 
 RECOVERY_FORWARDS = 16
-"""Forwards that must succeed under a lowered token limit before it is doubled again."""
+"""Forwards that must succeed under lowered limits before they are doubled again."""
+SMALLEST_PIECE = 64
+"""A sequence that does not fit memory is tried in pieces down to this many tokens."""
+SMALLEST_CACHE = 1 << 20
+"""Running out of memory lowers the cache's budget to this many bytes at most."""
 
 
 class Scorer(Protocol):
     """What computes rewards: ``rm_core.model.RewardModel``, or a test's fake."""
 
-    def score_ids(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """Rewards, float32 [N], of N sequences in one forward."""
+    def score_batch(
+        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: "PrefixCache | None" = None
+    ) -> "Scored":
+        """Rewards of N sequences in forward passes of at most ``max_tokens`` tokens, and what each of them cost."""
 
 
 class ServedModel(Scorer, Protocol):
     """What the server needs to know of a model beside its scores."""
+
+    def leave_device(self) -> int:
+        """Give the device's memory back; returns the bytes freed. It scores nothing until ``return_to_device``."""
+
+    def return_to_device(self) -> None:
+        """Be ready to score again."""
 
     @property
     def name(self) -> str: ...
@@ -64,6 +80,12 @@ class ScoredBatch:
     """``outcomes``: one reward or error for each sequence; the rest is what the forwards took."""
 
     outcomes: list[float | ServerError] = field(default_factory=list)
+    charges: list[int] = field(default_factory=list)
+    """Tokens computed for each sequence; what several share is divided among them."""
+    cached_tokens: int = 0
+    """Tokens that were not computed, because the prefix cache held them."""
+    num_evicted: int = 0
+    """Beginnings that the cache dropped to make room."""
     num_forwards: int = 0
     num_failures: int = 0
     num_out_of_memory: int = 0
@@ -71,62 +93,121 @@ class ScoredBatch:
     problems: list[str] = field(default_factory=list)
     """For the log: type and place of each exception."""
 
+    @property
+    def computed_tokens(self) -> int:
+        """Sum of the charges."""
+        return sum(self.charges)
+
 
 class BatchScorer:
-    """Scores batches on one model. Owned by one thread; ``token_limit`` may be read from others."""
+    """Scores batches on one model, with a prefix cache of its own. ``score`` belongs to one thread; the limits and
+    counts may be read from others, and ``known_length`` while no ``score`` is running.
 
-    def __init__(self, model: Scorer, max_batch_tokens: int, counting: Counting, clock: Callable[[], float]) -> None:
+    ``counting`` says what the model shares: ``shared`` a token tree, ``padded`` nothing but equal sequences, ``alone``
+    likewise, with every sequence in a forward of its own under a fixed budget, so that its reward is the same to the
+    last bit whatever comes with it.
+    """
+
+    def __init__(
+        self,
+        model: Scorer,
+        max_batch_tokens: int,
+        counting: Counting,
+        clock: Callable[[], float],
+        cache_bytes: int = 0,
+    ) -> None:
         self.model = model
         self.token_limit = max_batch_tokens
+        self.cache = _new_cache(cache_bytes) if cache_bytes and counting == "shared" else None
         self._max_batch_tokens = max_batch_tokens
+        self._cache_bytes = cache_bytes
         self._counting: Counting = counting
         self._clock = clock
         self._good_forwards = 0
+        self._uses_cache = False
+
+    def known_length(self, key: bytes) -> int:
+        """Tokens at the beginning of a sequence that would come from the cache."""
+        return self.cache.known_length(tuple(ids_of(key))) if self.cache is not None else 0
 
     def score(self, keys: Sequence[bytes]) -> ScoredBatch:
-        """Score the sequences of a planned batch; equal ones are computed once."""
+        """Score the sequences of a planned batch; equal ones are computed once, and share the cost."""
         scored = ScoredBatch()
         start = self._clock()
-        unique = list(dict.fromkeys(keys))
-        by_key = dict(zip(unique, self._score(unique, scored, is_retry=False), strict=True))
+        fan_out = Counter(keys)
+        unique = list(fan_out)
+        self._uses_cache = self.cache is not None
+        evicted_before = self.cache.num_evicted if self.cache is not None else 0
+        costs: dict[bytes, float] = {}
+        if self._counting == "alone":
+            outcomes = [outcome for key in unique for outcome in self._score([key], scored, costs)]
+        else:
+            outcomes = self._score(unique, scored, costs)
+        by_key = dict(zip(unique, outcomes, strict=True))
         scored.outcomes = [by_key[key] for key in keys]
+        scored.charges = _whole_numbers([costs.get(key, 0.0) / fan_out[key] for key in keys])
+        if self.cache is not None:
+            scored.num_evicted = self.cache.num_evicted - evicted_before
         scored.seconds = self._clock() - start
         return scored
 
-    def _score(self, keys: list[bytes], scored: ScoredBatch, *, is_retry: bool) -> list[float | ServerError]:
+    def release(self) -> None:
+        """Let go of what is kept between batches. Only while no ``score`` is running."""
+        if self.cache is not None:
+            self.cache.clear()
+        free_cached_memory()
+
+    def _forward(self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float], limit: int) -> list[float]:
+        scored.num_forwards += 1
+        cache = self.cache if self._uses_cache else None
+        done = self.model.score_batch([ids_of(key) for key in keys], max_tokens=limit, cache=cache)
+        rewards = np.asarray(done.rewards, dtype=np.float32)
+        if rewards.shape != (len(keys),):
+            raise ValueError(f"the model gave rewards of shape {rewards.shape} for {len(keys)} sequences")
+        costs.update(zip(keys, map(float, done.computed_tokens), strict=True))
+        scored.cached_tokens += done.cached_tokens
+        if done.heads is None:
+            return list(map(float, rewards))
+        spread = zip(rewards, done.heads.std(axis=1), done.heads.min(axis=1), strict=True)
+        return [SpreadReward(*map(float, values)) for values in spread]
+
+    def _score(
+        self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float], *, is_retry: bool = False
+    ) -> list[float | ServerError]:
+        # Alone, a long sequence is cut by a fixed budget: where it is cut must not depend on what happened before.
+        limit = self._max_batch_tokens if self._counting == "alone" else self.token_limit
         problem = None
         try:
-            scored.num_forwards += 1
-            rewards = np.asarray(self.model.score_ids([ids_of(key) for key in keys]), dtype=np.float32)
-            if rewards.shape != (len(keys),):
-                raise ValueError(f"the model gave rewards of shape {rewards.shape} for {len(keys)} sequences")
+            rewards = self._forward(keys, scored, costs, limit)
         except Exception as error:  # whatever a model raises must reach the waiters as an outcome
             problem = describe_exception(error)
             out_of_memory = is_out_of_memory(error)
         if problem is None:
             self._recover()
-            return [_outcome(float(reward)) for reward in rewards]
+            return [_outcome(reward) for reward in rewards]
         # Past the handler, so that the exception no longer keeps the failed forward's tensors alive.
         scored.problems.append(problem)
         if out_of_memory:
-            return self._score_in_less_memory(keys, scored)
+            return self._score_in_less_memory(keys, scored, costs)
         scored.num_failures += 1
         if len(keys) > 1:
             half = len(keys) // 2
             parts = (keys[:half], keys[half:])
-            return [outcome for part in parts for outcome in self._score(part, scored, is_retry=True)]
+            return [outcome for part in parts for outcome in self._score(part, scored, costs, is_retry=True)]
         if not is_retry:
-            return self._score(keys, scored, is_retry=True)
+            return self._score(keys, scored, costs, is_retry=True)
         return [InternalError("the model failed on this item; the server's log says where")]
 
-    def _score_in_less_memory(self, keys: list[bytes], scored: ScoredBatch) -> list[float | ServerError]:
+    def _score_in_less_memory(
+        self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float]
+    ) -> list[float | ServerError]:
         scored.num_out_of_memory += 1
-        free_cached_memory()
         self._good_forwards = 0
+        if self._give_up_cache():
+            return self._score(keys, scored, costs, is_retry=True)
+        free_cached_memory()
         if len(keys) == 1:
-            return [
-                OverloadedError(f"not enough memory for this item of {len(ids_of(keys[0]))} tokens at the moment", 5)
-            ]
+            return [self._score_in_pieces(keys[0], scored, costs)]
         cost = BatchCost(self._counting)
         for key in keys:
             cost.add(key, cost.with_key(key))
@@ -134,8 +215,38 @@ class BatchScorer:
             self.token_limit = max(cost.tokens // 2, 1)
         outcomes: list[float | ServerError] = []
         for part in self._parts(keys, self.token_limit):
-            outcomes += self._score(part, scored, is_retry=True)
+            outcomes += self._score(part, scored, costs, is_retry=True)
         return outcomes
+
+    def _give_up_cache(self) -> bool:
+        """Free the cache's memory for the rest of the batch, and halve its budget. False where it held nothing."""
+        if self.cache is None or not self._uses_cache or self.cache.num_bytes == 0:
+            return False
+        self._uses_cache = False
+        self.cache.clear()
+        self.cache.max_bytes = max(self.cache.max_bytes // 2, min(SMALLEST_CACHE, self._cache_bytes))
+        free_cached_memory()
+        return True
+
+    def _score_in_pieces(self, key: bytes, scored: ScoredBatch, costs: dict[bytes, float]) -> float | ServerError:
+        """A sequence that did not fit memory: the token limit is lowered to the pieces that do, if any do."""
+        num_tokens = len(key) // TOKEN_BYTES
+        limit = min(self.token_limit, num_tokens) // 2
+        while self._counting == "shared" and limit >= SMALLEST_PIECE:
+            try:
+                reward = self._forward([key], scored, costs, limit)[0]
+            except Exception as error:  # as in _score
+                scored.problems.append(describe_exception(error))
+                if not is_out_of_memory(error):
+                    scored.num_failures += 1
+                    return InternalError("the model failed on this item; the server's log says where")
+            else:
+                self.token_limit = limit
+                return _outcome(reward)
+            scored.num_out_of_memory += 1
+            free_cached_memory()
+            limit //= 2
+        return OverloadedError(f"not enough memory for this item of {num_tokens} tokens at the moment", 5)
 
     def _parts(self, keys: list[bytes], limit: int) -> list[list[bytes]]:
         """Cut into runs that cost at most ``limit`` each, and into two at least."""
@@ -152,12 +263,27 @@ class BatchScorer:
         return parts
 
     def _recover(self) -> None:
-        if self.token_limit >= self._max_batch_tokens:
+        cache_is_whole = self.cache is None or self.cache.max_bytes >= self._cache_bytes
+        if self.token_limit >= self._max_batch_tokens and cache_is_whole:
             return
         self._good_forwards += 1
         if self._good_forwards >= RECOVERY_FORWARDS:
             self._good_forwards = 0
             self.token_limit = min(self.token_limit * 2, self._max_batch_tokens)
+            if self.cache is not None:
+                self.cache.max_bytes = min(self.cache.max_bytes * 2, self._cache_bytes)
+
+
+def _new_cache(num_bytes: int) -> "PrefixCache":
+    from rm_core.prefix_cache import PrefixCache
+
+    return PrefixCache(num_bytes)
+
+
+def _whole_numbers(parts: Sequence[float]) -> list[int]:
+    """Each part rounded up or down, so that every running total is rounded to the nearest."""
+    totals = np.rint(np.cumsum(np.asarray(parts, dtype=np.float64))).astype(np.int64)
+    return [int(number) for number in np.diff(totals, prepend=0)]
 
 
 def _outcome(reward: float) -> float | ServerError:

@@ -8,35 +8,40 @@ Invariant: whatever happens, each request's every item is settled exactly once, 
 """
 
 import asyncio
+import contextvars
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
 
 from rm_server.admission import Admission
+from rm_server.audit import AuditLog, ids_digest
 from rm_server.batches import BatchLoop
+from rm_server.engine import Engine, check_limits
 from rm_server.errors import (
+    AsleepError,
     DeadlineExceededError,
     DrainingError,
     LoadingError,
-    NonFiniteRewardError,
     NotReadyError,
     ServerError,
     TooLargeError,
 )
 from rm_server.groups import Item, Request, WaitingItems
 from rm_server.inputs import ItemInput, TokenizeOptions, tokenize
+from rm_server.logs import current_request_id
 from rm_server.metrics import Metrics
-from rm_server.planner import Counting
+from rm_server.parts import PartCutter
 from rm_server.scorer import ServedModel
-from rm_server.settings import ServerSettings, SettingsError
+from rm_server.settings import ServerSettings
+from rm_server.verification import rewards_of
 
 logger = logging.getLogger("rm_server")
-
-PART_BATCHES = 4
-PART_ITEMS = 512
-"""A part of a request is at most this many batches of tokens and this many items."""
+T = TypeVar("T")
 
 
 class ScoringService:
@@ -46,11 +51,17 @@ class ScoringService:
         self.settings = settings
         self.clock = clock
         self.metrics = Metrics()
-        self.model: ServedModel | None = None
-        self.counting: Counting = "padded"
-        self.state: Literal["loading", "serving", "draining"] = "loading"
+        self.rewards = rewards_of(settings, self.metrics)
+        """What makes the rewards, where a recipe does."""
+        self._audit = None
+        if settings.audit_log is not None:
+            self._audit = AuditLog(Path(settings.audit_log), settings.audit_max_bytes, self._count_audited)
+        self.engine: Engine | None = None
+        """What new requests go to; None until a model is loaded."""
+        self.state: Literal["loading", "serving", "asleep", "draining"] = "loading"
+        self.is_loading_beside = False
+        """A checkpoint is being loaded on a thread of its own."""
         self.exit_on_stall: Callable[[], None] | None = None
-        self.waiting = WaitingItems()
         self.admission = Admission(
             max_tokens=settings.max_queued_tokens,
             max_items=settings.max_queued_items,
@@ -61,7 +72,6 @@ class ScoringService:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rm-scorer")
         self._tokenizers = ThreadPoolExecutor(settings.num_tokenizer_threads, thread_name_prefix="rm-tokenizer")
         self._batches = BatchLoop(
-            waiting=self.waiting,
             admission=self.admission,
             metrics=self.metrics,
             worker=self._worker,
@@ -71,32 +81,72 @@ class ScoringService:
             clock=clock,
         )
         self._task: asyncio.Task[None] | None = None
-        self._open: set[Request] = set()
+        self._num_open = 0
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
-        # How many tokens a character gives, learned from what was tokenised.
-        self._tokens_per_character = 0.3
+        self._parts = PartCutter(settings)
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, load: Callable[[], ServedModel]) -> ServedModel:
+    async def start(self, load: Callable[[], ServedModel | None]) -> None:
         """Load the model on the worker thread, prove it with one forward, and begin to serve.
 
         Raises what ``load`` or the first forward raises, and SettingsError for limits the model cannot have.
         """
-        model = await asyncio.get_running_loop().run_in_executor(self._worker, load)
-        _check_limits(self.settings, model)
-        # A model with a token tree computes a shared prefix once; any other is charged for its padding.
-        self.counting = "shared" if model.shares_prefixes else "padded"
-        self.admission.longest_item = self.settings.max_length or model.max_length
-        self.model = model
+        if self.rewards is not None:
+            await asyncio.to_thread(self.rewards.start)
+        loaded = await asyncio.get_running_loop().run_in_executor(self._worker, load)
+        model = self.dress(loaded)
+        check_limits(self.settings, model)
         await self._batches.probe(model)
-        self._task = asyncio.create_task(
-            self._batches.run(model, self.counting, self.settings.max_batch_tokens), name="rm-batches"
-        )
+        self.serve_with(Engine(model, self.settings, self.clock))
+        self._task = asyncio.create_task(self._batches.run(), name="rm-batches")
         if self.state == "loading":
             self.state = "serving"
+
+    def dress(self, model: ServedModel | None) -> ServedModel:
+        """A loaded model as this server shows it: with its recipe's identity, where it has a recipe."""
+        if self.rewards is not None:
+            return self.rewards.dress(model)
+        assert model is not None, "this is a bug: neither a model nor a recipe"
         return model
+
+    def serve_with(self, engine: Engine) -> None:
+        """From now on, new requests go to this engine; one that was there finishes what it has."""
+        self.engine = engine
+        self._batches.engines.append(engine)
+        self.admission.longest_item = engine.max_length
+
+    def retire(self, engine: Engine) -> None:
+        """Forget an engine that is idle and takes no new requests."""
+        assert engine is not self.engine, "this is a bug: it takes the new requests"
+        self._batches.engines.remove(engine)
+
+    async def on_worker(self, work: Callable[[], T]) -> T:
+        """Run something on the thread that runs the model, between two batches."""
+        return await self._batches.on_worker(work)
+
+    async def fall_asleep(self) -> None:
+        """Take no new requests, and wait for those that are open: ``grace_seconds``, then they get the same error."""
+        self.state = "asleep"
+        if self._num_open:
+            await self._wait_until_nothing_is_open(self.settings.grace_seconds)
+        if self._num_open:
+            error = AsleepError("the model was put to sleep before this was scored", 5)
+            self.admission.close(error)
+            self._settle_all(error)
+            await self._nothing_open.wait()
+            self.admission.reopen()
+        self._batches.is_paused = True
+        self._batches.notify()
+
+    def wake_up(self) -> None:
+        """Take requests again. A forward has just succeeded."""
+        self._batches.has_succeeded()
+        self._batches.is_paused = False
+        self._batches.notify()
+        if self.state == "asleep":
+            self.state = "serving"
 
     def begin_drain(self) -> None:
         """Admit nothing more. What was admitted goes on."""
@@ -106,14 +156,11 @@ class ScoringService:
     async def drain(self, grace_seconds: float) -> None:
         """Admit nothing more, wait for what was admitted, and fail what is not done after the grace period."""
         self.begin_drain()
-        if self._open and grace_seconds > 0:
-            waiter = asyncio.ensure_future(self._nothing_open.wait())
-            await asyncio.wait({waiter}, timeout=grace_seconds)
-            waiter.cancel()
-        if self._open:
-            logger.warning("the grace period is over, %d requests are not finished", len(self._open))
-        for request in tuple(self._open):
-            request.settle_rest(DrainingError("the server shut down before this was scored", 5))
+        if self._num_open and grace_seconds > 0:
+            await self._wait_until_nothing_is_open(grace_seconds)
+        if self._num_open:
+            logger.warning("the grace period is over, %d requests are not finished", self._num_open)
+        self._settle_all(DrainingError("the server shut down before this was scored", 5))
 
     async def stop(self) -> None:
         """Fail whatever is not done and end the loop."""
@@ -121,13 +168,39 @@ class ScoringService:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.close)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        if self.rewards is not None:
+            await asyncio.to_thread(self.rewards.close)
+
+    async def _wait_until_nothing_is_open(self, seconds: float) -> None:
+        waiter = asyncio.ensure_future(self._nothing_open.wait())
+        await asyncio.wait({waiter}, timeout=seconds)
+        waiter.cancel()
+
+    def _settle_all(self, error: ServerError) -> None:
+        for request in [request for engine in self._batches.engines for request in engine.open]:
+            request.settle_rest(error)
+        if self.rewards is not None:
+            self.rewards.abandon_all(error)
 
     @property
     def num_open(self) -> int:
         """Requests that are not answered."""
-        return len(self._open)
+        return self._num_open
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What scores new requests; None until it is loaded."""
+        return self.engine.model if self.engine is not None else None
+
+    @property
+    def waiting(self) -> WaitingItems:
+        """The items that wait for the model that scores new requests."""
+        assert self.engine is not None, "this is a bug: nothing is loaded"
+        return self.engine.waiting
 
     @property
     def max_length(self) -> int:
@@ -146,6 +219,8 @@ class ScoringService:
             return LoadingError("the model is being loaded", 5)
         if self.state == "draining":
             return DrainingError("the server is shutting down", 5)
+        if self.state == "asleep":
+            return AsleepError("the model is asleep; POST /admin/wake wakes it", 5)
         return None
 
     def why_not_ready(self) -> ServerError | None:
@@ -166,8 +241,14 @@ class ScoringService:
         self.metrics.queued_items.set(self.admission.items)
         self.metrics.waiting_parts.set(self.admission.num_waiting)
         self.metrics.ready.set(self.why_not_ready() is None)
-        if self._batches.scorer is not None:
-            self.metrics.token_limit.set(self._batches.scorer.token_limit)
+        if self.engine is not None:
+            self.metrics.token_limit.set(self.engine.scorer.token_limit)
+            mean, drift = self.engine.recent.mean, self.engine.drift
+            self.metrics.reward_recent_mean.set(math.nan if mean is None else mean)
+            self.metrics.reward_drift.set(math.nan if drift is None else drift)
+            cache = self.engine.scorer.cache
+            self.metrics.cache_bytes.set(cache.num_bytes if cache is not None else 0)
+            self.metrics.cache_prefixes.set(len(cache) if cache is not None else 0)
 
     def _on_stall(self) -> None:
         self.metrics.stalls.inc()
@@ -194,29 +275,55 @@ class ScoringService:
         request = Request(len(inputs), lambda: None if settled.done() else settled.set_result(None))
         if not inputs:
             return request
-        self._open.add(request)
+        engine = self.engine
+        assert engine is not None, "this is a bug: requests are taken before the model is loaded"
+        engine.enter(request)
+        self._num_open += 1
         self._nothing_open.clear()
+        verdicts = None
         try:
-            await self._feed(request, inputs, options, deadline)
-            await asyncio.wait({settled}, timeout=max(deadline - self.clock(), 0))
+            verdicts = (
+                None
+                if self.rewards is None
+                else self.rewards.begin(inputs, engine.model, is_templated=options.text_as == "templated")
+            )
+            if self.rewards is None or self.rewards.recipe.model_part is not None:
+                await self._feed(engine, request, inputs, options, deadline)
+                await asyncio.wait({settled}, timeout=max(deadline - self.clock(), 0))
+            else:
+                self.metrics.requests_admitted.inc()
             request.settle_rest(DeadlineExceededError("was not scored before the deadline"))
+            if verdicts is not None:
+                await asyncio.wait({verdicts.task}, timeout=max(deadline - self.clock(), 0))
+                verdicts.combine_into(request)
         except asyncio.CancelledError:
             self.metrics.requests_cancelled.inc()
             raise
         finally:
-            self._let_go(request)
-        self._count_outcomes(request)
+            if verdicts is not None and self.rewards is not None:
+                self.rewards.end(verdicts)
+            self._let_go(engine, request)
+        self.metrics.count_outcomes(request)
+        for reward in request.rewards:
+            if reward is not None:
+                engine.recent.add(reward)
+        if self._audit is not None:
+            self._audit.record(current_request_id(), engine.model, request)
         return request
 
     async def _feed(
-        self, request: Request, inputs: Sequence[ItemInput], options: TokenizeOptions, deadline: float
+        self,
+        engine: Engine,
+        request: Request,
+        inputs: Sequence[ItemInput],
+        options: TokenizeOptions,
+        deadline: float,
     ) -> None:
         """Admit, tokenise and enqueue part by part. What cannot be admitted is settled with the reason."""
-        assert self.model is not None, "this is a bug: requests are taken before the model is loaded"
         loop = asyncio.get_running_loop()
         start = 0
         while start < len(inputs) and self.clock() < deadline:
-            stop, estimate = self._next_part(inputs, start)
+            stop, estimate = self._parts.next_part(inputs, start)
             begin = self.clock()
             try:
                 await self.admission.admit(request, estimate, stop - start, deadline)
@@ -229,91 +336,54 @@ class ScoringService:
             admitted = self.clock()
             self.metrics.admission_seconds.observe(admitted - begin)
             part = inputs[start:stop]
-            outcomes = await loop.run_in_executor(self._tokenizers, tokenize, self.model, part, options, logger.error)
+            # In the request's context, so that what is logged there names the request.
+            work = partial(contextvars.copy_context().run, tokenize, engine.model, part, options, logger.error)
+            outcomes = await loop.run_in_executor(self._tokenizers, work)
             seconds = self.clock() - admitted
             self.metrics.tokenize_seconds.observe(seconds)
             request.tokenize_seconds += seconds
             items: list[Item] = []
-            for slot, (item, outcome) in enumerate(zip(part, outcomes, strict=True), start):
+            for slot, outcome in enumerate(outcomes, start):
                 if isinstance(outcome, ServerError):
                     request.settle(slot, outcome)
                     continue
                 items.append(Item(outcome.key, request, slot))
                 request.truncated[slot] = outcome.is_truncated
-                self.metrics.items_unfinished.inc(not item.finished)
-            self._enqueue(request, items, estimate, stop - start)
-            self._learn(part, items)
+                if self._audit is not None:
+                    request.digests[slot] = (ids_digest(outcome.key), items[-1].num_tokens)
+                self.metrics.items_unfinished.inc(not outcome.is_finished)
+            self._enqueue(engine, request, items, estimate, stop - start)
+            self._parts.learn(part, items)
             start = stop
 
-    def _next_part(self, inputs: Sequence[ItemInput], start: int) -> tuple[int, int]:
-        """Where the part that begins at ``start`` ends, and the tokens it is thought to have."""
-        limit, total, stop = PART_BATCHES * self.settings.max_batch_tokens, 0, start
-        while stop < len(inputs) and stop - start < PART_ITEMS:
-            item = inputs[stop]
-            size = item.size if item.ids is not None else int(item.size * self._tokens_per_character) + 8
-            if stop > start and total + size > limit:
-                break
-            total, stop = total + size, stop + 1
-        return stop, min(total, self.settings.max_queued_tokens)
-
-    def _enqueue(self, request: Request, items: list[Item], estimate: int, num_estimated: int) -> None:
+    def _enqueue(self, engine: Engine, request: Request, items: list[Item], estimate: int, num_estimated: int) -> None:
         num_tokens = sum(item.num_tokens for item in items)
         self.admission.hold(request, num_tokens - estimate, len(items) - num_estimated)
         request.num_tokens += num_tokens
-        training_length = self._training_length
+        record = engine.model.record
+        training_length = record.training_length if record is not None else None
         now = self.clock()
         for item in items:
             item.waiting_since = now
             if training_length is not None and item.num_tokens > training_length:
                 request.over_training_length.append(item.slot)
-        if self.counting == "padded":
+        if engine.counting == "padded":
             items = sorted(items, key=lambda item: item.num_tokens)  # rows of one length pad each other least
-        self.waiting.add(items)
+        engine.waiting.add(items)
         self.admission.wake()
         self._batches.notify()
 
-    def _learn(self, part: Sequence[ItemInput], items: list[Item]) -> None:
-        characters = sum(item.size for item in part if item.ids is None)
-        if characters and len(items) == len(part) and not any(item.request.truncated[item.slot] for item in items):
-            ratio = sum(item.num_tokens for item in items) / characters
-            self._tokens_per_character += 0.05 * (min(ratio, 2.0) - self._tokens_per_character)
-
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, engine: Engine, request: Request) -> None:
         """Drop what still waits and give back what is held for it; the batch in flight gives back the rest itself."""
-        self.waiting.discard(request)
+        engine.waiting.discard(request)
         tokens, items = request.in_flight_tokens - request.held_tokens, request.in_flight_items - request.held_items
         if items:
             self.admission.hold(request, tokens, items)
             self.admission.wake()
-        self._open.discard(request)
-        if not self._open:
+        engine.leave(request)
+        self._num_open -= 1
+        if not self._num_open:
             self._nothing_open.set()
 
-    def _count_outcomes(self, request: Request) -> None:
-        for reward in request.rewards:
-            if reward is not None:
-                self.metrics.items_scored.inc()
-                self.metrics.reward.observe(reward)
-        for error in request.errors.values():
-            self.metrics.items_failed.labels(reason=error.type).inc()
-            self.metrics.items_non_finite.inc(isinstance(error, NonFiniteRewardError))
-        self.metrics.items_truncated.inc(sum(request.truncated))
-        self.metrics.items_over_training_length.inc(len(request.over_training_length))
-
-    @property
-    def _training_length(self) -> int | None:
-        record = self.model.record if self.model is not None else None
-        return record.training_length if record is not None else None
-
-
-def _check_limits(settings: ServerSettings, model: ServedModel) -> None:
-    if settings.max_length is not None and settings.max_length > model.max_length:
-        raise SettingsError(
-            f"max_length ({settings.max_length}) is over the model's context of {model.max_length} tokens"
-        )
-    longest = settings.max_length or model.max_length
-    if longest > settings.max_queued_tokens:
-        raise SettingsError(
-            f"max_queued_tokens ({settings.max_queued_tokens}) is below the longest sequence ({longest} tokens), "
-            "which could never be admitted; raise it, or set max_length"
-        )
+    def _count_audited(self, outcome: str, records: int) -> None:
+        self.metrics.audit_records.labels(outcome=outcome).inc(records)

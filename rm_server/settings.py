@@ -24,8 +24,13 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    checkpoint: str = Field(min_length=1)
-    """What to serve: a checkpoint folder, a one-label classifier or adapter folder, or a hub id."""
+    checkpoint: str | None = Field(default=None, min_length=1)
+    """What to serve: a checkpoint folder, a one-label classifier or adapter folder, or a hub id. Required, unless a
+    recipe of verifiers only is given."""
+    recipe: str | None = Field(default=None, min_length=1)
+    """YAML file that says how model and verifiers make one reward (docs/verifiers.md)."""
+    num_verifier_workers: int = Field(default=0, ge=0, le=256)
+    """Processes in which verifiers run; 0 takes one for each CPU core."""
     host: str = "127.0.0.1"
     """Address to listen on. The default is reachable from this machine alone."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -39,7 +44,17 @@ class ServerSettings(BaseModel):
     max_length: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; null takes the model's context."""
     max_batch_tokens: int = Field(default=4096, ge=16)
-    """Tokens of one forward, after prefix sharing. One sequence that is longer is scored alone."""
+    """Tokens of one forward, after prefix sharing. A longer sequence is computed in pieces of this size; alone and
+    whole by a model that pads."""
+    prefix_cache_mb: int = Field(default=1024, ge=0)
+    """MiB for the keys and values of beginnings that were computed before: an answer to a known prompt then pays for
+    itself alone. 0 keeps none."""
+    exact: bool = False
+    """Score every sequence in a forward of its own, without sharing or cache: the same reward to the last bit whatever
+    is asked beside it or before it. Every prompt is then computed again for every answer."""
+    memory_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the GPU's memory, or on a CPU of the machine's, that the process may take: a bound for torch on CUDA,
+    and a checkpoint that does not fit under it beside the present one is refused."""
     max_queued_tokens: int = Field(default=4_194_304, ge=16)
     """Tokens that may be admitted and not yet answered."""
     max_queued_items: int = Field(default=65_536, ge=1)
@@ -54,6 +69,11 @@ class ServerSettings(BaseModel):
     """Bytes of all request bodies held at once; beyond it requests are refused without waiting."""
     default_deadline_ms: float = Field(default=100_000, gt=0)
     """How long a caller waits at most, where the request does not say: below the patience of the trainers."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Connections open at once; one more is answered 503 and closed."""
+    receive_seconds: float = Field(default=30.0, gt=0)
+    """How long a request's headers, and after them its body, may take to arrive; also how long an answer may wait for
+    a caller who does not read it."""
     num_tokenizer_threads: int = Field(default=1, ge=1, le=2)
     """Threads that turn text into tokens."""
     ready_seconds: float = Field(default=60.0, gt=0)
@@ -66,10 +86,27 @@ class ServerSettings(BaseModel):
     """End the process (exit 70) when a forward is stuck, for a supervisor that restarts it."""
     grace_seconds: float = Field(default=30.0, ge=0)
     """After SIGTERM: how long admitted requests may take to finish."""
+    api_keys_file: str | None = None
+    """File of API keys, `sha256:HEX NAME` a line; made with `python -m rm_server.auth NAME`. Without it no key is asked
+    for."""
+    admin_keys_file: str | None = None
+    """File of admin keys, in the same form. An admin key opens every route. Without it `/admin` is closed."""
+    metrics_need_key: bool = False
+    """Ask for a key on `/metrics` too."""
+    ssl_certfile: str | None = None
+    """Certificate chain (PEM) to serve HTTPS with."""
+    ssl_keyfile: str | None = None
+    """Private key (PEM) of the certificate, where its file does not hold it."""
     access_log: bool = False
-    """Log one line for every HTTP request (method, path, status)."""
+    """Log one line for every HTTP request (method, route, status, seconds, name of the key)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """What is logged to stderr. Prompts never are."""
+    """What is logged to stderr. Prompts and keys never are."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines as text, or as one JSON object each."""
+    audit_log: str | None = None
+    """File to which one line is appended for every reward answered, without any text (docs/security.md)."""
+    audit_max_bytes: int = Field(default=256 * 1024 * 1024, ge=4096)
+    """Size at which the audit log is moved to `FILE.1`, `FILE.2` and so on, and begun anew. None is ever deleted."""
 
 
 def flag_of(name: str) -> str:
@@ -98,7 +135,7 @@ def load_settings(
             values[setting], origins[setting] = text, variable
     for name, value in flags.items():
         values[name], origins[name] = value, "CHECKPOINT" if name == "checkpoint" else flag_of(name)
-    if "checkpoint" not in values:
+    if "checkpoint" not in values and "recipe" not in values:
         raise SettingsError(
             f"CHECKPOINT: is required, for instance rm-server runs/demo/checkpoint (or {env_of('checkpoint')})"
         )
@@ -120,6 +157,8 @@ def _check_together(settings: ServerSettings) -> None:
             f"probe_seconds ({settings.probe_seconds:g}) must be below ready_seconds ({settings.ready_seconds:g}), "
             "or an idle server would not be ready"
         )
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        raise SettingsError("ssl_keyfile: belongs to ssl_certfile, which is not given")
     if settings.max_length is not None and settings.max_length > settings.max_queued_tokens:
         raise SettingsError(
             f"max_queued_tokens ({settings.max_queued_tokens}) must be at least max_length ({settings.max_length}), "

@@ -52,7 +52,12 @@ def bag_of_words_accuracy(train: Sequence[Pair], heldout: Sequence[Pair]) -> flo
     """Held-out accuracy of ``BagOfWords`` trained on ``train``."""
     if not heldout:
         raise ValueError("no pairs: an accuracy needs at least one")
-    return float(np.mean([_half(margin) for margin in BagOfWords(train).margins(heldout)]))
+    return accuracy_of_margins(BagOfWords(train).margins(heldout).tolist())
+
+
+def accuracy_of_margins(margins: Sequence[float]) -> float:
+    """Share of margins above zero; zero counts one half."""
+    return float(np.mean([_half(margin) for margin in margins]))
 
 
 class BagOfWords:

@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from rm_core.smollm2 import BundledModelError
+from rm_train import eval_commands, inspect_commands
+from rm_train.options import Data, Dtype, Limit, MaxTokens, dtype_of, one_of
 
 app = typer.Typer(
     name="rm-train",
@@ -19,10 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Data = Annotated[list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs.")]
-MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward pass.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 
 
 @app.command()
@@ -49,29 +47,13 @@ def fit(
         typer.echo(f"checkpoint: {result.directory / 'checkpoint'}  ({result.record.reward_id})")
 
 
-@app.command(name="eval")
-def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint, local model folder or hub id.")],
-    data: Data,
-    dtype: Dtype = "auto",
-    max_tokens: MaxTokens = 4096,
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
-) -> None:
-    """Accuracy with interval, calibration and length bias of a model on pairs."""
-    from rich.console import Console
+app.command()(inspect_commands.check)
+app.command()(inspect_commands.report)
+app.command()(inspect_commands.replay)
 
-    from rm_core.model import RewardModel
-    from rm_train.console import report_table
-    from rm_train.evaluation import full_report
 
-    model = RewardModel.load(checkpoint, dtype=_dtype(dtype))
-    encoded, rewards = _score(model, data, max_tokens, limit)
-    report = {"reward_id": model.reward_id, "dtype": model.dtype, **full_report(rewards, encoded)}
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        Console(highlight=False).print(report_table(report))
+app.command(name="eval")(eval_commands.evaluate)
+app.command()(eval_commands.compare)
 
 
 @app.command()
@@ -80,6 +62,12 @@ def score(
     file: Annotated[str, typer.Argument(help="JSONL file, or - for standard input.")],
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
+    components: Annotated[
+        bool, typer.Option("--components", help="Add mean, std and min over the heads (head.count above 1).")
+    ] = False,
+    conservative: Annotated[
+        float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads.")
+    ] = 0.0,
 ) -> None:
     """Score rows {"prompt", "completions"}, {"prompt", "completion"}, {"text"} or {"messages"}; JSON lines out."""
     from rm_core.model import RewardModel
@@ -94,9 +82,9 @@ def score(
         raise DataError(file, f"cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(file, f"is not UTF-8 text (byte {error.start})") from None
-    model = RewardModel.load(checkpoint, dtype=_dtype(dtype))
+    model = RewardModel.load(checkpoint, dtype=dtype_of(dtype))
     failed = False
-    for answer in score_lines(model, lines, max_tokens=max_tokens):
+    for answer in score_lines(model, lines, max_tokens=max_tokens, components=components, conservative=conservative):
         failed |= "error" in answer
         typer.echo(json.dumps(answer))
     if failed:
@@ -120,6 +108,20 @@ def merge(
 
 
 @app.command()
+def push(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder.")],
+    repository: Annotated[str, typer.Argument(help="Hub repository, owner/name; made where it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private where it is new.")] = False,
+    branch: Annotated[str | None, typer.Option(help="Push to this branch.  [default: main]")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+) -> None:
+    """Verify a checkpoint and upload it to a model hub, with its model card."""
+    from rm_train.push import push as run_push
+
+    typer.echo(run_push(checkpoint, repository, private=private, branch=branch, message=message))
+
+
+@app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="Reward model trained elsewhere: a folder or hub id.")],
     data: Data,
@@ -132,7 +134,7 @@ def calibrate(
     ] = "template",
     training_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence it was trained on.")] = None,
     max_tokens: MaxTokens = 4096,
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")] = None,
+    limit: Limit = None,
 ) -> None:
     """Adopt a model trained elsewhere: write its rules, reward scale and golden scores (reward_model.json)."""
     from rich.console import Console
@@ -140,53 +142,24 @@ def calibrate(
     from rm_core.checkpoint import Measured
     from rm_core.model import RewardModel
     from rm_train.adopt import calibrate as run_calibrate
-    from rm_train.console import report_table
-    from rm_train.evaluation import measured
+    from rm_train.console import ConsoleReporter, report_table
+    from rm_train.eval_table import measured
+    from rm_train.evaluate import evaluate_data
+    from rm_train.rows import DataError
 
-    as_, end_ = _one_of(text_as, ("raw", "chat"), "--text-as"), _one_of(end, ("token", "template"), "--end")
+    as_, end_ = one_of(text_as, ("raw", "chat"), "--text-as"), one_of(end, ("token", "template"), "--end")
 
     def measure(loaded: RewardModel) -> Measured:
-        encoded, rewards = _score(loaded, data, max_tokens, limit)
-        return measured(rewards, encoded)
+        found = evaluate_data(loaded, data, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())
+        if not len(found.table):
+            raise DataError(", ".join(data), "holds no pairs, only best-of-N rows")
+        return measured(found.table)
 
     record, directory = run_calibrate(
         model, measure, {"sources": data}, output=output, text_as=as_, end=end_, training_length=training_length
     )
     Console(highlight=False).print(report_table(record.metrics))
     typer.echo(f"{directory}: {record.reward_id}")
-
-
-def _score(model: Any, data: list[str], max_tokens: int, limit: int | None) -> tuple[Any, Any]:
-    from rm_core.checkpoint import CheckpointError
-    from rm_train.console import ConsoleReporter
-    from rm_train.data import draw, read_pairs
-    from rm_train.encode import encode_pairs
-    from rm_train.evaluation import score_pairs
-    from rm_train.rows import DataError
-
-    pairs = [pair for source in data for pair in draw(list(read_pairs(source)), limit, "eval")]
-    if not pairs:
-        raise DataError(", ".join(data), "holds no pairs")
-    reporter = ConsoleReporter()
-    with reporter.bar("tokenising", len(pairs)) as advance:
-        encoded = encode_pairs(pairs, model.renderer, model.max_length, lambda: advance(1))
-    with reporter.bar("scoring", 2 * len(pairs)) as advance:
-        rewards = score_pairs(model, encoded, max_tokens=max_tokens, progress=advance)
-    if rewards.num_not_finite:
-        raise CheckpointError(f"{model.name}: {rewards.num_not_finite} of {2 * len(pairs)} rewards are NaN or infinite")
-    return encoded, rewards
-
-
-def _dtype(name: str) -> Any:
-    if name not in ("auto", "float32", "bfloat16"):
-        raise typer.BadParameter("must be auto, float32 or bfloat16", param_hint="--dtype")
-    return name
-
-
-def _one_of(value: str, choices: tuple[str, ...], flag: str) -> Any:
-    if value not in choices:
-        raise typer.BadParameter(f"must be {' or '.join(choices)}", param_hint=flag)
-    return value
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -226,9 +199,10 @@ def _message_for_user(error: Exception) -> str | None:
         from rm_core.checkpoint import CheckpointError
         from rm_core.loading import LoadError
         from rm_train.loop import DivergedError
+        from rm_train.run_directory import RunError
         from rm_train.state import ResumeError
 
-        known = (*known, CheckpointError, LoadError, DivergedError, ResumeError)
+        known = (*known, CheckpointError, LoadError, DivergedError, ResumeError, RunError)
     if isinstance(error, known) or (isinstance(error, ValueError) and str(error).startswith("device:")):
         return str(error)
     return None

@@ -83,7 +83,9 @@ class ModelConfig(BaseModel):
     model_config = _FROZEN
 
     base: str = Field(min_length=1)
-    """Base model: a local directory, a hub id, or `smollm2-135m-instruct` (the bundled one)."""
+    """Base model: a local directory, a hub id, or `smollm2-135m-instruct` (the bundled one). Or a reward model to go on
+    from: a whole one keeps its head; an adapter checkpoint goes on with that adapter, under the same `lora` settings
+    (with `lora: null` it is merged and all weights are trained)."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of the base model; null for the default branch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -94,6 +96,9 @@ class ModelConfig(BaseModel):
     """How text (not messages) is scored: as it is, or as one user and one assistant turn. Kept in the checkpoint."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    quantize: Literal["4bit", "8bit"] | None = None
+    """Store the base's linear layers in 4 bits (NF4, as QLoRA does) or 8, the head left out: less memory. Needs CUDA
+    and bitsandbytes. The checkpoint is measured, and served, on the unquantised base."""
 
 
 class LoraConfig(BaseModel):
@@ -132,6 +137,10 @@ class HeadConfig(BaseModel):
     """The scalar head on the last token's hidden state."""
 
     model_config = _FROZEN
+
+    count: int = Field(default=1, ge=1, le=64)
+    """How many heads are trained beside each other, at about the cost of one: each from its own start and on its own
+    bootstrap sample of the pairs. The reward is their mean; how far they are apart tells how sure it is."""
 
     learning_rate: float | None = Field(default=None, gt=0)
     """Learning rate of the head; null for `train.learning_rate`."""
@@ -217,6 +226,9 @@ class TrainConfig(BaseModel):
     """Stop after exactly this many optimizer steps, however many epochs that takes; null for whole epochs."""
     batch_size: int = Field(default=16, ge=1)
     """Pairs per optimizer step, over all processes."""
+    group_by_prompt: bool = False
+    """Bring the pairs of one prompt into one step, which then computes the prompt once. Faster where prompts have many
+    pairs; the pairs of a step are then no longer drawn independently."""
     max_tokens: int = Field(default=8192, ge=16)
     """Most tokens that one forward pass holds; a step is cut into as many passes as it needs. Changes speed and
     memory, not the result. Must hold one pair of `model.max_length`."""
@@ -236,6 +248,8 @@ class TrainConfig(BaseModel):
     """Save the state for `--resume` every this many steps; null saves none, so the run cannot be resumed."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a lower loss, and keep the best weights; null never stops."""
+    keep_best: bool = False
+    """Write the weights of the evaluation with the lowest loss instead of the last ones, without stopping early."""
     final_eval_dtype: Literal["float32", "compute"] = "float32"
     """Numbers of the last evaluation, which the checkpoint records: float32 on the written checkpoint, loaded again, or
     `compute`, the faster type of the training itself."""
@@ -265,6 +279,10 @@ class FitConfig(BaseModel):
             )
         if self.train.early_stopping_patience is not None and self.train.eval_every is None:
             raise ValueError("train.early_stopping_patience: needs train.eval_every, or nothing is evaluated in time")
+        if self.train.keep_best and self.train.eval_every is None:
+            raise ValueError("train.keep_best: needs train.eval_every, or there is only one evaluation")
+        if self.model.quantize is not None and self.lora is None:
+            raise ValueError("model.quantize: needs lora; quantised weights cannot be trained themselves")
         return self
 
 

@@ -42,14 +42,47 @@ class ConsoleReporter:
 
             yield advance
 
+    @contextmanager
+    def count(self, title: str, about: int | None = None) -> Iterator[Callable[[int], None]]:
+        """A counter for what has no known end, or ends after ``about`` so many."""
+        columns = [TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn()]
+        if about:
+            columns[1:1] = [BarColumn()]
+            columns += [TextColumn("of about {task.total:,.0f}"), TimeRemainingColumn()]
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(title, total=about)
+            yield lambda amount: progress.advance(task, amount)
+
 
 def report_table(report: dict[str, Any]) -> Table:
     """An evaluation report as a table for people."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    if report.get("pairs"):
+        _add_pairs(table, report)
+    if best := report.get("best_of_n"):
+        _add_best_of(table, best)
+    return table
+
+
+def _add_best_of(table: Table, best: dict[str, Any]) -> None:
+    cut = f" ({best['truncated']} truncated)" if best["truncated"] else ""
+    table.add_row("best-of-N prompts", f"{best['prompts']}{cut}")
+    if accuracy := best.get("accuracy"):
+        table.add_row("best-of-N accuracy", _interval(accuracy))
+    for name, subset in best["by_subset"].items():
+        table.add_row(f"subset {name}", f"{subset['score']:.3f}  ({subset['prompts']} prompts)")
+    table.add_row("mean of the subsets", f"{best['mean_of_subsets']:.3f}")
+
+
+def _interval(accuracy: dict[str, Any]) -> str:
+    return f"{accuracy['value']:.3f}  (95 % interval {accuracy['low']:.3f}-{accuracy['high']:.3f})"
+
+
+def _add_pairs(table: Table, report: dict[str, Any]) -> None:
     accuracy = report["accuracy"]
     rows = [
         ("pairs", str(report["pairs"]) + (f" ({report['truncated']} truncated)" if report["truncated"] else "")),
-        ("accuracy", f"{accuracy['value']:.3f}  (95 % interval {accuracy['low']:.3f}-{accuracy['high']:.3f})"),
+        ("accuracy", _interval(accuracy)),
         ("longer wins", f"{report['longer_wins']:.3f}"),
     ]
     if report.get("bag_of_words") is not None:
@@ -67,9 +100,16 @@ def report_table(report: dict[str, Any]) -> Table:
     for name, key in (("category", "by_category"), ("source", "by_source")):
         if len(report[key]) > 1:
             rows += [(f"{name} {value}", _share(share)) for value, share in report[key].items()]
+    if heads := report.get("heads"):
+        right, wrong = _number(heads["margin_std_right"]), _number(heads["margin_std_wrong"])
+        rows += [
+            ("heads' spread", f"{heads['mean_std']:.4g} a reward; a margin's {right} where right, {wrong} where wrong"),
+            ("accuracy of the surer half", f"{heads['accuracy_of_surer_half']:.3f}"),
+            ("accuracy of mean - std", f"{heads['accuracy_mean_minus_std']:.3f}"),
+        ]  # fmt: skip
+    rows += [(name, _share(share)) for name, share in report.get("by_length_difference", {}).items()]
     for name, value in rows:
         table.add_row(name, value)
-    return table
 
 
 def _number(value: float | None) -> str:

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
+from rm_train.best_of import BestOf, is_best_of, read_best_of
 from rm_train.config import Columns, DataConfig, SourceConfig, parse_source
 from rm_train.pairs import Pair, row_to_pairs
 from rm_train.row_reader import Content
@@ -49,12 +50,28 @@ def read_pairs(
     on_error: ErrorHandler = raise_error,
     tally: Counter[str] | None = None,
 ) -> Iterator[Pair]:
-    """Yield the pairs of one source in order, holding one row at a time.
+    """Yield the pairs of one source in order, holding one row at a time; a best-of-N row is a broken row here.
 
     ``source`` may be a text such as a path or ``org/name:split``. ``columns`` maps our names to the source's; the
     source's own mapping is laid over it. A broken row goes to ``on_error``, which raises unless told otherwise.
     ``tally`` counts ``rows``, ``pairs`` and ``tied_rows`` (K-wise rows that gave no pair).
     """
+    for item in read_items(source, columns, on_error=on_error, tally=tally):
+        if isinstance(item, Pair):
+            yield item
+        else:
+            on_error(DataError(item.where, "chosen: holds a list of answers (best-of-N); pairs have one, K-wise rows "
+                                           "have completions with ranks or scores"))  # fmt: skip
+
+
+def read_items(
+    source: SourceConfig | str,
+    columns: Columns | None = None,
+    *,
+    on_error: ErrorHandler = raise_error,
+    tally: Counter[str] | None = None,
+) -> Iterator[Pair | BestOf]:
+    """``read_pairs`` for evaluation: best-of-N rows are read too, each in its place."""
     if isinstance(source, str):
         source = SourceConfig.model_validate(parse_source(source))
     mapping = {**(columns or {}), **source.columns}
@@ -63,6 +80,9 @@ def read_pairs(
     for row in read_rows(source, on_error):
         tally["rows"] += 1
         try:
+            if is_best_of(row.values, mapping):
+                yield read_best_of(row, mapping)
+                continue
             pairs = row_to_pairs(row, mapping, name)
         except DataError as error:
             on_error(error)
@@ -184,12 +204,15 @@ def find_leaks(train: Iterable[Pair], evaluation: Iterable[Pair]) -> list[Leak]:
 # ------------------------------------------------------------------ drawing, mixing, identity
 
 
-def _rows(pairs: Iterable[Pair]) -> list[list[Pair]]:
+Item = TypeVar("Item", Pair, BestOf, "Pair | BestOf")
+
+
+def _rows(pairs: Iterable[Item]) -> list[list[Item]]:
     """Pairs of one K-wise row stay together."""
     return [list(group) for _, group in groupby(pairs, key=lambda pair: pair.where)]
 
 
-def draw(pairs: Sequence[Pair], limit: int | None, seed: str) -> list[Pair]:
+def draw(pairs: Sequence[Item], limit: int | None, seed: str) -> list[Item]:
     """Draw rows at random up to ``limit`` pairs and return them in their own order; None keeps all.
 
     A K-wise row is taken whole or not at all, so that its weights still add up.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rm_train.baselines import answer_length, bag_of_words_accuracy, longer_wins
 from rm_train.data import content_text, find_leaks, normalise, prompt_key, split_by_prompt
-from rm_train.doctor_report import DoctorReport, Example, Finding, LengthStatistics, Severity
+from rm_train.doctor_report import KINDS, DoctorReport, Example, Finding, LengthStatistics, Severity
 from rm_train.pairs import Pair
 from rm_train.row_reader import Content
 from rm_train.rows import DataError
@@ -36,21 +36,6 @@ class _Findings:
         return Finding(kind, severity, meaning, tuple(examples), total) if examples else None
 
 
-_MEANINGS: dict[str, tuple[Severity, str]] = {
-    "identical": ("error", "chosen and rejected are the same text: nothing to learn, and a tie in every accuracy"),
-    "empty": ("error", "an answer is empty or blank"),
-    "leaked": ("error", "the prompt of an evaluation pair is also trained on (case and blanks aside)"),
-    "template": ("error", "the pair cannot be rendered as a model will see it"),
-    "double_bos": ("error", "two BOS tokens: the text already contains one"),
-    "missing_end": ("error", "the rendered answer does not end in an end token"),
-    "contradictory": ("warning", "the same two answers to the same prompt were preferred the other way round earlier"),
-    "duplicate": ("warning", "the same pair stood earlier"),
-    "over_long": ("warning", "longer than the limit in tokens: training drops the left of its prompt"),
-    "control_tokens": ("warning", "the text contains a control token of the tokenizer, which becomes that token"),
-    "doubtful_label": ("warning", "the soft label says that fewer than half prefer the chosen answer"),
-}
-
-
 def check_pairs(
     pairs: Sequence[Pair],
     evaluation: Sequence[Pair] = (),
@@ -74,10 +59,10 @@ def check_pairs(
     for leak in find_leaks(pairs, evaluation):
         findings.add("leaked", leak.eval, f"trained on in {leak.train.where}")
     tokens = _render_all(everything, renderer, max_length, findings) if renderer is not None else None
-    found = [findings.finding(kind, *_MEANINGS[kind], len(everything)) for kind in _MEANINGS]
+    found = [findings.finding(kind, *KINDS[kind], len(everything)) for kind in KINDS]
     if broken:
         examples = tuple(Example(error.where, error.problem, "") for error in broken)
-        found.insert(0, Finding("broken", "error", "the row cannot be read", examples, len(everything) + len(broken)))
+        found.insert(0, Finding("broken", *KINDS["broken"], examples, len(everything) + len(broken)))
     return DoctorReport(
         train_pairs=len(pairs),
         eval_pairs=len(evaluation),

@@ -13,6 +13,22 @@ from rich.text import Text
 
 Severity = Literal["error", "warning"]
 
+KINDS: dict[str, tuple[Severity, str]] = {
+    "broken": ("error", "the row cannot be read"),
+    "identical": ("error", "chosen and rejected are the same text: nothing to learn, and a tie in every accuracy"),
+    "empty": ("error", "an answer is empty or blank"),
+    "leaked": ("error", "the prompt of an evaluation pair is also trained on (case and blanks aside)"),
+    "template": ("error", "the pair cannot be rendered as a model will see it"),
+    "double_bos": ("error", "two BOS tokens: the text already contains one"),
+    "missing_end": ("error", "the rendered answer does not end in an end token"),
+    "contradictory": ("warning", "the same two answers to the same prompt were preferred the other way round earlier"),
+    "duplicate": ("warning", "the same pair stood earlier"),
+    "over_long": ("warning", "longer than the limit in tokens: training drops the left of its prompt"),
+    "control_tokens": ("warning", "the text contains a control token of the tokenizer, which becomes that token"),
+    "doubtful_label": ("warning", "the soft label says that fewer than half prefer the chosen answer"),
+}
+"""Every kind of finding, in the order shown: how bad it is, and what it means."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -87,11 +103,6 @@ class DoctorReport:
     def finding(self, kind: str) -> Finding | None:
         """The finding of that kind, None when there is none."""
         return next((finding for finding in self.findings if finding.kind == kind), None)
-
-    def exit_code(self, fail_on: Literal["error", "warning", "never"] = "error") -> int:
-        """1 when a finding is as bad as ``fail_on`` or worse, else 0."""
-        bad = {"error": {"error"}, "warning": {"error", "warning"}, "never": set()}[fail_on]
-        return int(any(finding.severity in bad for finding in self.findings))
 
     def to_json(self, *, examples: int = 5, text: bool = True) -> dict[str, Any]:
         """Plain values for ``json.dumps``. ``text=False`` leaves out every word of the data."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rm_core.chat import Renderer, RenderError
+from rm_train.data import prompt_key
 from rm_train.pairs import Pair
 from rm_train.rows import DataError
 
@@ -20,6 +21,8 @@ class EncodedPair:
     rejected: list[int]
     truncated: bool
     pair: Pair
+    prompt: str = ""
+    """The same for pairs that answer one prompt (``rm_train.data.prompt_key``)."""
 
 
 def encode_pairs(
@@ -34,7 +37,7 @@ def encode_pairs(
             )
         except RenderError as error:
             raise DataError(pair.where, str(error)) from None
-        encoded.append(EncodedPair(chosen, rejected, truncated, pair))
+        encoded.append(EncodedPair(chosen, rejected, truncated, pair, prompt_key(pair)))
         progress()
     return encoded
 

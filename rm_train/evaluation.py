@@ -1,22 +1,28 @@
-"""Rewards of evaluation pairs, and what they say about a model.
+"""Rewards of evaluation pairs: of pairs in memory, and of files that pass through.
 
-Invariant: every number of a report comes from one pair of arrays (rewards of chosen and of rejected answers), and the
-accuracy of a model stands beside what length alone would get.
+Invariant: every number of a report comes from one pair of columns (rewards of chosen and of rejected answers), and what
+is held at a time does not grow with the files.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
-from rm_core.checkpoint import Measured
 from rm_core.model import RewardModel
 from rm_train import metrics
-from rm_train.baselines import answer_length, longer_wins, shorter_wins
-from rm_train.data import prompt_key
-from rm_train.encode import EncodedPair, count_truncated
-from rm_train.scoring import score_sequences
+from rm_train.best_of import BestOf, ScoredBestOf, encode_best_of
+from rm_train.encode import EncodedPair, encode_pairs
+from rm_train.eval_table import EvalTable
+from rm_train.pairs import Pair
+from rm_train.scoring import score_heads
+
+Item = TypeVar("Item")
+
+_CHUNK = 2048
+"""Rows held at a time: enough to find long shared prompts, some megabytes of tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Rewards:
 
     chosen: np.ndarray
     rejected: np.ndarray
+    heads: tuple[np.ndarray, np.ndarray] | None = None
+    """Those of the single heads, [N, K] each, where there are several and one process scored all pairs."""
 
     @property
     def num_not_finite(self) -> int:
@@ -40,7 +48,7 @@ class Rewards:
             for index, part in enumerate(parts):
                 whole[index :: len(parts)] = part[side]
             sides.append(whole)
-        return cls(*sides)
+        return cls(sides[0], sides[1])
 
 
 def score_pairs(
@@ -52,8 +60,10 @@ def score_pairs(
 ) -> Rewards:
     """Score both answers of every pair. ``progress`` is called with numbers of finished sequences."""
     sequences = [ids for item in encoded for ids in (item.chosen, item.rejected)]
-    rewards = score_sequences(model, sequences, max_tokens=max_tokens, progress=progress).astype(np.float64)
-    return Rewards(rewards[0::2], rewards[1::2])
+    scored, heads = score_heads(model, sequences, max_tokens=max_tokens, progress=progress)
+    rewards = scored.astype(np.float64)
+    both = None if heads is None else (heads[0::2].astype(np.float64), heads[1::2].astype(np.float64))
+    return Rewards(rewards[0::2], rewards[1::2], both)
 
 
 def quick_metrics(rewards: Rewards) -> dict[str, float]:
@@ -65,46 +75,69 @@ def quick_metrics(rewards: Rewards) -> dict[str, float]:
     }
 
 
-def full_report(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str, Any]:
-    """Everything that ``rm-train eval`` prints and a checkpoint records, as plain JSON values."""
-    chosen, rejected = rewards.chosen, rewards.rejected
-    pairs = [item.pair for item in encoded]
-    interval = metrics.accuracy_interval(chosen, rejected, [prompt_key(pair) for pair in pairs])
-    temperature = metrics.fit_temperature(chosen, rejected)
-    summary = metrics.summarise(chosen, rejected)
-    lengths = [[answer_length(pair)[side] for pair in pairs] for side in (0, 1)]
-    report = {
-        "pairs": len(pairs),
-        "truncated": count_truncated(encoded),
-        "accuracy": asdict(interval),
-        "longer_wins": longer_wins(pairs),
-        "shorter_wins": shorter_wins(pairs),
-        "log_loss": metrics.log_loss(chosen, rejected),
-        "calibration": {
-            "temperature": temperature,
-            "log_loss": metrics.log_loss(chosen, rejected, temperature=temperature),
-            "expected_error": metrics.expected_calibration_error(chosen, rejected, temperature=temperature),
-            "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, temperature=temperature)],
-        },
-        "reward": asdict(summary),
-        "length": asdict(metrics.length_report(chosen, rejected, lengths[0], lengths[1])),
-        "by_category": _by([pair.category for pair in pairs], rewards),
-        "by_source": _by([pair.source for pair in pairs], rewards),
-    }
-    return report  # noqa: RET504
+@dataclass
+class Evaluated:
+    """The columns of the pairs and the scored best-of-N rows of an evaluation."""
+
+    table: EvalTable = field(default_factory=EvalTable)
+    best_of: list[ScoredBestOf] = field(default_factory=list)
+
+    @property
+    def num_not_finite(self) -> int:
+        """How many rewards are NaN or infinite."""
+        columns = [self.table.chosen, self.table.rejected, *(row.rewards for row in self.best_of)]
+        return sum(int((~np.isfinite(column)).sum()) for column in columns)
 
 
-def _by(keys: list[str | None], rewards: Rewards) -> dict[str, Any]:
-    return {key: asdict(share) for key, share in metrics.accuracy_by(keys, rewards.chosen, rewards.rejected).items()}
+def evaluate_stream(
+    model: RewardModel,
+    items: Iterable[Pair | BestOf],
+    *,
+    max_tokens: int,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Evaluated:
+    """Score rows as they come, a chunk at a time; of each only its numbers are kept.
+
+    ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError.
+    """
+    found = Evaluated()
+    for chunk in _chunks(items, _CHUNK):
+        pairs = [item for item in chunk if isinstance(item, Pair)]
+        rows = [item for item in chunk if isinstance(item, BestOf)]
+        encoded = encode_pairs(pairs, model.renderer, model.max_length)
+        answers = [encode_best_of(row, model.renderer, model.max_length) for row in rows]
+        sequences = [ids for item in encoded for ids in (item.chosen, item.rejected)]
+        sequences += [ids for group, _ in answers for ids in group]
+        advance = _in_rows(progress, len(sequences), len(chunk))
+        scored, heads = score_heads(model, sequences, max_tokens=max_tokens, progress=advance)
+        rewards = scored.astype(np.float64)
+        for index, item in enumerate(encoded):
+            first, second = 2 * index, 2 * index + 1
+            both = None if heads is None else (heads[first].astype(np.float64), heads[second].astype(np.float64))
+            found.table.add(item, float(rewards[first]), float(rewards[second]), both)
+        start = 2 * len(encoded)
+        for row, (group, cut) in zip(rows, answers, strict=True):
+            own = rewards[start : start + len(group)].copy()
+            found.best_of.append(ScoredBestOf(own, row.num_right, row.subset, row.id, row.where, cut))
+            start += len(group)
+    return found
 
 
-def measured(rewards: Rewards, encoded: Sequence[EncodedPair], extra: dict[str, Any] | None = None) -> Measured:
-    """What a checkpoint records of an evaluation."""
-    report = {**full_report(rewards, encoded), **(extra or {})}
-    return Measured(
-        reward_mean=report["reward"]["mean"],
-        reward_std=report["reward"]["std"],
-        temperature=report["calibration"]["temperature"],
-        num_eval=2 * len(encoded),
-        metrics=report,
-    )
+def _in_rows(progress: Callable[[int], None], num_sequences: int, num_rows: int) -> Callable[[int], None]:
+    """Turn finished sequences into finished rows, which sum up to ``num_rows``."""
+    done = reported = 0
+
+    def advance(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        rows = done * num_rows // num_sequences
+        progress(rows - reported)
+        reported = rows
+
+    return advance
+
+
+def _chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    left = iter(items)
+    while chunk := list(islice(left, size)):
+        yield chunk

@@ -4,8 +4,7 @@ Invariant: what the checkpoint says was measured was measured on the files in it
 model where the config says so.
 """
 
-import dataclasses
-import difflib
+import contextlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,23 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import peft
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import gather_object
 
 from rm_core.checkpoint import CheckpointRecord, Measured, write_checkpoint
 from rm_core.hardware import choose_compute
 from rm_core.model import RewardModel
-from rm_train.baselines import bag_of_words_accuracy
+from rm_train.baselines import BagOfWords, accuracy_of_margins
+from rm_train.build import build_model, check_trackers
+from rm_train.check import lines_of, write_report
 from rm_train.config import FitConfig, dump_resolved
-from rm_train.config_file import ConfigError
 from rm_train.data import FitData, data_fingerprint, load_fit_data
+from rm_train.doctor import check_pairs
 from rm_train.encode import EncodedPair, count_truncated, encode_pairs
-from rm_train.evaluation import Rewards, measured, quick_metrics, score_pairs
+from rm_train.eval_table import measured, table_of
+from rm_train.evaluation import Rewards, quick_metrics, score_pairs
 from rm_train.loop import DivergedError, train
-from rm_train.rows import first_line
+from rm_train.pairs import Pair
+from rm_train.run_directory import (
+    CHECK_FILE,
+    CHECKPOINT,
+    CONFIG_FILE,
+    clear_leftovers,
+    locked,
+    stopped_before_first_save,
+    write_evaluation,
+    write_whole,
+)
 from rm_train.state import forget_state, load_state
 
 
@@ -56,9 +66,15 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     """Train, evaluate, write ``runs/NAME/checkpoint``.
 
     Under ``torchrun`` or ``accelerate launch`` every process calls this; the first one writes, the others return a
-    result without a record. Raises DataError, CheckpointError, DivergedError or ResumeError, each one line.
+    result without a record. Raises DataError, CheckpointError, DivergedError, ResumeError or RunError, each one line.
     """
-    _check_trackers(config.train.report_to)
+    with contextlib.ExitStack() as held:
+        return _fit(config, reporter, resume, held)
+
+
+def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.ExitStack) -> FitResult:
+    """``fit``; what must be held until its end goes into ``held``."""
+    check_trackers(config.train.report_to)
     accelerator = Accelerator(
         log_with=list(config.train.report_to) or None,
         project_dir=str(_run_directory(config)),
@@ -66,28 +82,46 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     )
     directory = _run_directory(config)
     say = reporter.say if accelerator.is_main_process else lambda text: None
+    locks = accelerator.is_main_process
+    if locks and directory.is_dir():
+        held.enter_context(locked(directory))
+        locks = False
 
     data = load_fit_data(config.data, config.run.seed)
     say(f"data: {len(data.train)} training and {len(data.eval)} evaluation pairs{_warnings(data)}")
+    findings = None
+    if accelerator.is_main_process:
+        findings = check_pairs(_distinct(data.train), data.eval, tied_rows=data.tied_rows, baselines="length")
+        for line in lines_of(findings):
+            say(line)
     fingerprint = {"train": data_fingerprint(data.train), "eval": data_fingerprint(data.eval)}
     identity = _identity(config, fingerprint, accelerator)
+    if resume and stopped_before_first_save(directory):
+        say(f"resume: {directory} was stopped before its first saved state, so it starts from the beginning")
+        resume = False
     state = load_state(directory, identity) if resume else None
-    model = _build_model(config, str(accelerator.device))
+    model = build_model(config, str(accelerator.device))
     if config.model.gradient_checkpointing:
         model.network.use_gradient_checkpointing()
     trainable = sum(p.numel() for p in model.network.parameters() if p.requires_grad)
     say(f"model: {config.model.base}, {trainable:,} trainable weights, {model.device.type}, {model.dtype_reason}")
 
     limit = min(config.model.max_length, model.max_length)
-    train_pairs = encode_pairs(data.train, model.renderer, limit)
-    eval_pairs = encode_pairs(data.eval, model.renderer, limit)
+    with _bar(reporter, accelerator, "tokenising", len(data.train) + len(data.eval)) as advance:
+        train_pairs = encode_pairs(data.train, model.renderer, limit, lambda: advance(1))
+        eval_pairs = encode_pairs(data.eval, model.renderer, limit, lambda: advance(1))
     for name, encoded in (("training", train_pairs), ("evaluation", eval_pairs)):
         if cut := count_truncated(encoded):
             say(f"{name}: {cut} of {len(encoded)} pairs are over {limit} tokens and lost the start of their prompts")
     if accelerator.is_main_process:
         # Not before everything is known to fit: a run that is refused must leave an earlier one as it was.
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(dump_resolved(config), encoding="utf-8")
+        if locks:
+            held.enter_context(locked(directory))
+        clear_leftovers(directory)
+        write_whole(directory / CONFIG_FILE, dump_resolved(config))
+        if findings is not None:
+            write_report(findings, directory / CHECK_FILE)
         if state is None:
             forget_state(directory)
 
@@ -96,7 +130,7 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
 
     if config.train.report_to:
         accelerator.init_trackers("betterthan", config=_flat(json.loads(dump_resolved(config))))
-    with reporter.bar("training", 1) if accelerator.is_main_process else _no_bar() as advance:
+    with _bar(reporter, accelerator, "training", 1) as advance:
         steps = train(
             model,
             train_pairs,
@@ -111,47 +145,62 @@ def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitRe
     in_training = None
     if config.train.final_eval_dtype == "compute":
         in_training = _score_on_all_processes(model, eval_pairs, config, accelerator)
-    record = None
-    if accelerator.is_main_process:
-        say(f"evaluating {len(eval_pairs)} pairs and writing {directory / 'checkpoint'}")
-        record = write_checkpoint(
-            model,
-            directory / "checkpoint",
-            training_length=limit,
-            measure=lambda reloaded: _measure(reloaded, in_training, data, eval_pairs, config, reporter),
-            data={
-                "fingerprint": fingerprint,
-                "train_pairs": len(data.train),
-                "eval_pairs": len(data.eval),
-                "truncated": {"train": count_truncated(train_pairs), "eval": count_truncated(eval_pairs)},
-                "leaked_prompts": len(data.leaks),
-                "sources": [source.path for source in config.data.train],
-                "steps": steps,
-            },
-        )
+    # The first process evaluates what it wrote, for as long as that takes: a collective would run into its time-out.
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    if not accelerator.is_main_process:
+        return FitResult(directory, None, steps)
+    say(f"evaluating {len(eval_pairs)} pairs and writing {directory / CHECKPOINT}")
+    final = _FinalEvaluation(data, eval_pairs, config, reporter, in_training)
+    record = write_checkpoint(
+        model,
+        directory / CHECKPOINT,
+        training_length=limit,
+        measure=final.measure,
+        data={
+            "fingerprint": fingerprint,
+            "train_pairs": len(data.train),
+            "eval_pairs": len(data.eval),
+            "truncated": {"train": count_truncated(train_pairs), "eval": count_truncated(eval_pairs)},
+            "leaked_prompts": len(data.leaks),
+            "sources": [source.path for source in config.data.train],
+            "steps": steps,
+        },
+    )
+    assert final.rewards is not None, "this is a bug: the checkpoint was written without an evaluation"
+    write_evaluation(directory, final.rewards, eval_pairs, final.bag_of_words)
     return FitResult(directory, record, steps)
 
 
-def _measure(
-    reloaded: RewardModel,
-    in_training: Rewards | None,
-    data: FitData,
-    eval_pairs: list[EncodedPair],
-    config: FitConfig,
-    reporter: Reporter,
-) -> Measured:
-    rewards = in_training
-    if rewards is None:
-        with reporter.bar("evaluating", 2 * len(eval_pairs)) as advance:
-            rewards = score_pairs(reloaded, eval_pairs, max_tokens=config.train.max_tokens, progress=advance)
-    dtype = reloaded.dtype if in_training is None else "compute"
-    return measured(
-        _finite(rewards, config),
-        eval_pairs,
-        {"dtype": dtype, "bag_of_words": bag_of_words_accuracy(data.train, data.eval)},
-    )
+class _FinalEvaluation:
+    """The last evaluation; keeps what the run's evaluation file needs."""
+
+    def __init__(
+        self,
+        data: FitData,
+        eval_pairs: list[EncodedPair],
+        config: FitConfig,
+        reporter: Reporter,
+        in_training: Rewards | None,
+    ) -> None:
+        self.data, self.eval_pairs, self.config, self.reporter = data, eval_pairs, config, reporter
+        self.rewards = in_training
+        self.dtype = "compute" if in_training is not None else None
+        self.bag_of_words: list[float] = []
+
+    def measure(self, reloaded: RewardModel) -> Measured:
+        """Score with the loaded checkpoint, unless the training model's rewards are what was asked for."""
+        if self.rewards is None:
+            with self.reporter.bar("evaluating", 2 * len(self.eval_pairs)) as advance:
+                self.rewards = score_pairs(
+                    reloaded, self.eval_pairs, max_tokens=self.config.train.max_tokens, progress=advance
+                )
+        self.bag_of_words = BagOfWords(self.data.train).margins(self.data.eval).tolist()
+        rewards = _finite(self.rewards, self.config)
+        return measured(
+            table_of(self.eval_pairs, rewards.chosen, rewards.rejected, rewards.heads),
+            {"dtype": self.dtype or reloaded.dtype, "bag_of_words": accuracy_of_margins(self.bag_of_words)},
+        )
 
 
 def _score_on_all_processes(
@@ -178,68 +227,6 @@ def _finite(rewards: Rewards, config: FitConfig) -> Rewards:
     return rewards
 
 
-def _build_model(config: FitConfig, device: str) -> RewardModel:
-    try:
-        model = RewardModel.for_training(
-            config.model.base,
-            revision=config.model.revision,
-            lora=_lora_options(config),
-            seed=config.run.seed,
-            head_init_scale=config.head.init_scale,
-            dtype=config.model.dtype,
-            device=device,
-            text_as=config.model.text_as,
-        )
-    except ValueError as error:
-        if config.lora is None or type(error).__module__.startswith("rm_"):
-            raise
-        # peft's own refusals of a set of options
-        raise ConfigError(f"lora (target_modules: {config.lora.target_modules}): {first_line(error)}") from error
-    if config.lora is not None and isinstance(config.lora.target_modules, list):
-        names = [name for name, _ in model.network.base.named_modules()]
-        for target in config.lora.target_modules:
-            # peft says nothing where one of several is found nowhere
-            if not any(name == target or name.endswith(f".{target}") for name in names):
-                last = {
-                    name.rpartition(".")[2]
-                    for name, module in model.network.base.named_modules()
-                    if hasattr(module, "lora_A")
-                }
-                raise ConfigError(
-                    f"lora.target_modules: no layer is called {target!r}; adapted are {', '.join(sorted(last))}"
-                )
-    return model
-
-
-def _lora_options(config: FitConfig) -> dict[str, Any] | None:
-    lora = config.lora
-    if lora is None:
-        return None
-    known = [field.name for field in dataclasses.fields(peft.LoraConfig)]
-    for name in lora.options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"lora.options: peft.LoraConfig has no argument {name!r}{hint}")
-    own = {
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": lora.target_modules,
-    }
-    return {**own, **lora.options}
-
-
-def _check_trackers(names: list[str]) -> None:
-    """accelerate leaves a tracker whose package is missing out without a word."""
-    available = [str(name) for name in get_available_trackers()]
-    for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise ConfigError(f"train.report_to: {name!r} is no tracker; known: {', '.join(LOGGER_TYPE_TO_CLASS)}")
-        if name not in available:
-            raise ConfigError(f"train.report_to: the package of {name!r} is not installed (pip install {name})")
-
-
 def _identity(config: FitConfig, fingerprint: dict[str, str], accelerator: Accelerator) -> dict[str, Any]:
     """What a resumed run must have in common with the one that wrote the state."""
     resolved = json.loads(dump_resolved(config))
@@ -262,6 +249,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _distinct(pairs: list[Pair]) -> list[Pair]:
+    """Without the repetitions that mixing weights make: those are meant."""
+    return list({id(pair): pair for pair in pairs}.values())
+
+
 def _warnings(data: FitData) -> str:
     notes = []
     if data.leaks:
@@ -279,7 +271,10 @@ def _run_directory(config: FitConfig) -> Path:
     return Path(config.run.output_dir) / config.run.name
 
 
-def _no_bar() -> AbstractContextManager[Callable[..., None]]:
-    from contextlib import nullcontext
-
-    return nullcontext(lambda *args: None)
+def _bar(
+    reporter: Reporter, accelerator: Accelerator, title: str, total: int
+) -> AbstractContextManager[Callable[..., None]]:
+    """The reporter's bar on the first process, nothing on the others."""
+    if accelerator.is_main_process:
+        return reporter.bar(title, total)
+    return contextlib.nullcontext(lambda *args: None)

@@ -18,8 +18,9 @@ from accelerate.utils import gather_object
 from rm_core.model import RewardModel
 from rm_train.batching import split_by_tokens, step_batches
 from rm_train.config import FitConfig
+from rm_train.divergence import DivergenceWatch
 from rm_train.encode import EncodedPair
-from rm_train.losses import pair_losses
+from rm_train.losses import BootstrapSamples, head_losses, pair_losses
 from rm_train.state import MetricsFile, load_trainable, save_state, trainable_state
 
 Evaluate = Callable[[], dict[str, float]]
@@ -98,8 +99,11 @@ def train(
     elif metrics:
         metrics.cut(0)
     network = accelerator.prepare_model(model.network) if accelerator.num_processes > 1 else model.network
+    samples = BootstrapSamples(pairs, config.head.count, config.run.seed)
+    watch = DivergenceWatch(metrics.losses() if metrics else ())
     started = time.perf_counter()
-    for epoch, indices in step_batches(len(pairs), settings.batch_size, config.run.seed, step):
+    prompts = [item.prompt for item in pairs] if settings.group_by_prompt else None
+    for epoch, indices in step_batches(len(pairs), settings.batch_size, config.run.seed, step, prompts):
         # ---- evaluate
         if settings.eval_every and step and (step % settings.eval_every == 0 or step == num_steps):
             found = evaluate()
@@ -116,9 +120,12 @@ def train(
             break
         # ---- step
         model.network.train()
-        totals = _forward_backward(network, accelerator, model, [pairs[index] for index in indices], config)
+        totals = _forward_backward(
+            network, accelerator, model, [pairs[index] for index in indices], config, samples.weights(indices)
+        )
         if not math.isfinite(totals.loss):
-            raise DivergedError(f"step {step + 1}: the loss is {totals.loss}; {_cure(config)}")
+            rows = ", ".join(dict.fromkeys(pairs[index].pair.where for index in indices[:3]))
+            raise DivergedError(f"step {step + 1}: the loss is {totals.loss} (rows {rows}, …); {_cure(config)}")
         norm = float(torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf))
         if not math.isfinite(norm):
             raise DivergedError(f"step {step + 1}: the gradient's norm is {norm}; {_cure(config)}")
@@ -145,8 +152,10 @@ def train(
             metrics.write(line)
             on_step(step, num_steps, line)
         accelerator.log({f"train/{name}": value for name, value in line.items() if name != "step"}, step=step)
+        if metrics and (why := watch.see(totals.loss)):
+            raise DivergedError(f"step {step}: {why}; {_cure(config)}")
         # ---- save
-        if settings.save_every and step % settings.save_every == 0:
+        if settings.save_every and (step % settings.save_every == 0 or step == num_steps):
             rng = _gather_rng(accelerator)
             if metrics:
                 save_state(
@@ -163,7 +172,7 @@ def train(
                         "metrics_position": metrics.position(),
                     },
                 )
-    if best is not None and settings.early_stopping_patience is not None:
+    if best is not None and (settings.early_stopping_patience is not None or settings.keep_best):
         load_trainable(model.network, best["weights"])
     return step
 
@@ -174,27 +183,40 @@ def _forward_backward(
     model: RewardModel,
     step_pairs: list[EncodedPair],
     config: FitConfig,
+    samples: list[list[float]] | None,
 ) -> _StepTotals:
-    """Accumulate the gradient of the step's mean loss; return the step's means over all processes."""
+    """Accumulate the gradient of the step's mean loss; return the step's means over all processes.
+
+    ``samples`` are the weights of each pair in the loss of each head, [B][K]; None with one head. What is returned is
+    then that of the heads' mean.
+    """
     num_pairs = sum(item.pair.weight for item in step_pairs) or 1.0
     # A process without a pair (a short last step) still takes part in the gradient exchange, with weight 0.
-    mine = step_pairs[accelerator.process_index :: accelerator.num_processes]
+    weighed = list(zip(step_pairs, samples or [[1.0]] * len(step_pairs), strict=True))
+    mine = weighed[accelerator.process_index :: accelerator.num_processes]
     idle = not mine
     micro_batches = split_by_tokens(
-        mine or step_pairs[:1],
-        cost=lambda items: model.network.batch_tokens(_sequences(items)),
-        size=lambda item: len(item.chosen) + len(item.rejected),
+        mine or weighed[:1],
+        cost=lambda items: model.network.batch_tokens(_sequences([item for item, _ in items])),
+        size=lambda item: len(item[0].chosen) + len(item[0].rejected),
+        prompt=lambda item: item[0].prompt,
         max_tokens=config.train.max_tokens,
     )
     sums = torch.zeros(5, dtype=torch.float64)
-    for number, items in enumerate(micro_batches):
+    for number, micro_batch in enumerate(micro_batches):
+        items = [item for item, _ in micro_batch]
         sequences = _sequences(items)
         with _sync_only(accelerator, network, last=number == len(micro_batches) - 1), _compute(model):
             rewards = network(sequences)
             chosen, rejected = rewards[0::2], rewards[1::2]
-            losses = pair_losses(chosen, rejected, items, config.loss)
+            if samples is None:
+                losses = trained = pair_losses(chosen, rejected, items, config.loss)
+            else:
+                trained = head_losses(chosen, rejected, items, config.loss, [weights for _, weights in micro_batch])
+                chosen, rejected = chosen.detach().mean(dim=1), rejected.detach().mean(dim=1)
+                losses = pair_losses(chosen, rejected, items, config.loss)
             # DDP averages over processes, the step's mean is a sum over them.
-            loss = losses.sum() * (0.0 if idle else accelerator.num_processes / num_pairs)
+            loss = trained.sum() * (0.0 if idle else accelerator.num_processes / num_pairs)
             loss.backward()  # type: ignore[no-untyped-call]
         if not idle:
             difference = (chosen - rejected).detach().double()

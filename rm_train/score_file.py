@@ -5,22 +5,35 @@ Invariant: one line out for one line in, in order; a line that cannot be scored 
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rm_core.chat import RenderError
+from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train.rows import kind_of
-from rm_train.scoring import score_sequences
+from rm_train.scoring import score_heads
 
 
-def score_lines(model: RewardModel, lines: Iterable[str], *, max_tokens: int) -> Iterator[dict[str, Any]]:
+def score_lines(
+    model: RewardModel,
+    lines: Iterable[str],
+    *,
+    max_tokens: int,
+    components: bool = False,
+    conservative: float = 0.0,
+) -> Iterator[dict[str, Any]]:
     """Score JSON lines of one of these forms and yield one answer for each.
 
     ``{"prompt", "completions": [...]}``, ``{"prompt", "completion"}``, ``{"text"}`` or ``{"messages"}``; prompts and
     completions are text or messages as in ``POST /score``, a completion also ``{"content", "finished"}``. An ``id``
     comes back; other fields are not read. The answer has ``rewards`` or ``reward``, or ``error``.
+
+    Of a checkpoint with several heads, ``components`` adds ``mean``, ``std`` and ``min`` over them, each shaped as the
+    rewards, and ``conservative`` k makes the reward mean − k·std. Raises CheckpointError where it has one head alone.
     """
+    if (components or conservative) and model.network.num_heads == 1:
+        raise CheckpointError(f"{model.name}: has one head alone (head.count), so nothing tells how sure a reward is")
     rows: list[tuple[dict[str, Any], list[list[int]]]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -31,17 +44,28 @@ def score_lines(model: RewardModel, lines: Iterable[str], *, max_tokens: int) ->
             rows.append(({"line": number, "error": str(error)}, []))
             continue
         rows.append(({"line": number, **row}, sequences))
-    rewards = iter(score_sequences(model, [ids for _, ids_ in rows for ids in ids_], max_tokens=max_tokens).tolist())
+    found, heads = score_heads(model, [ids for _, ids_ in rows for ids in ids_], max_tokens=max_tokens)
+    parts = {}
+    if heads is not None:
+        parts = {"mean": found, "std": heads.std(axis=1), "min": heads.min(axis=1)}
+        found = found - conservative * parts["std"]
+    rewards, start = iter(found.tolist()), 0
     for row, sequences in rows:
         if "error" in row:
             yield row
             continue
         scored = [next(rewards) for _ in sequences]
+        here = slice(start, start + len(scored))
+        start += len(scored)
         if not all(map(math.isfinite, scored)):
             yield {"line": row["line"], "error": "the model gave a reward that is not a finite number"}
             continue
         many = row.pop("many")
-        yield {**row, "rewards": scored} if many else {**row, "reward": scored[0]}
+        answer = {**row, "rewards": scored} if many else {**row, "reward": scored[0]}
+        if components:
+            shown = {name: values[here].tolist() for name, values in parts.items()}
+            answer["components"] = shown if many else {name: values[0] for name, values in shown.items()}
+        yield answer
 
 
 def _render_line(model: RewardModel, line: str) -> tuple[dict[str, Any], list[list[int]]]:
@@ -51,6 +75,11 @@ def _render_line(model: RewardModel, line: str) -> tuple[dict[str, Any], list[li
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object, not {kind_of(row)}")
+    return render_row(model, row)
+
+
+def render_row(model: RewardModel, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:
+    """Ids of every completion of one row, and what its answer begins with. Raises RenderError or ValueError."""
     forms = [name for name in ("completions", "completion", "messages", "text") if name in row]
     if len(forms) != 1:
         raise ValueError(

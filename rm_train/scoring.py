@@ -3,11 +3,14 @@
 Invariant: rewards come back in the order of the input, one for each sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rm_core.model import RewardModel
+
+_PASSES = 4
+"""Progress is reported after about so many forward passes."""
 
 
 def score_sequences(
@@ -17,22 +20,43 @@ def score_sequences(
     max_tokens: int = 4096,
     progress: Callable[[int], None] = lambda count: None,
 ) -> np.ndarray:
-    """Rewards, float32 [N]. ``progress`` is called with the number of sequences of each finished forward pass."""
+    """Rewards, float32 [N]. ``progress`` is called with the number of sequences of each finished part."""
+    return score_heads(model, sequences, max_tokens=max_tokens, progress=progress)[0]
+
+
+def score_heads(
+    model: RewardModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 4096,
+    progress: Callable[[int], None] = lambda count: None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rewards, float32 [N], and those of the single heads, float32 [N, K]; None where there is one head alone."""
+    num_heads = model.network.num_heads
     rewards = np.zeros(len(sequences), dtype=np.float32)
-    for batch in plan_batches(model, sequences, max_tokens):
-        rewards[batch] = model.score_ids([sequences[index] for index in batch])
-        progress(len(batch))
-    return rewards
+    heads = np.zeros((len(sequences), num_heads), dtype=np.float32) if num_heads > 1 else None
+    for part in _parts(model, sequences, _PASSES * max_tokens):
+        scored = model.score_batch([sequences[index] for index in part], max_tokens=max_tokens)
+        rewards[part] = scored.rewards
+        if heads is not None:
+            heads[part] = scored.heads
+        progress(len(part))
+    return rewards, heads
 
 
-def plan_batches(model: RewardModel, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Indices of the sequences that share each forward pass: like lengths together, under the budget."""
-    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
-    batches: list[list[int]] = []
+def _parts(model: RewardModel, sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
+    """Indices in parts of some passes each: what shares a beginning stays together, or else what has like length."""
+    if model.shares_prefixes:
+        order = sorted(range(len(sequences)), key=lambda index: tuple(sequences[index]))
+    else:
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
+    part: list[int] = []
+    tokens = 0
     for index in order:
-        candidate = [*batches[-1], index] if batches else [index]
-        if batches and model.network.batch_tokens([sequences[i] for i in candidate]) <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+        if part and tokens + len(sequences[index]) > max_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(index)
+        tokens += len(sequences[index])
+    if part:
+        yield part

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rm_train.config import SourceConfig
 from rm_train.rows import DataError, ErrorHandler, Row, raise_error
-from rm_train.tables import read_arrow, read_hub, read_parquet, read_saved_dataset
+from rm_train.tables import count_parquet, read_arrow, read_hub, read_parquet, read_saved_dataset
 from rm_train.text_files import COMPRESSED, read_csv, read_json, read_jsonl
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -43,6 +43,25 @@ def read_rows(source: SourceConfig, on_error: ErrorHandler = raise_error) -> Ite
         yield from read_hub(source)
     else:
         raise DataError(source.path, "no such file or directory (a hub dataset is written org/name)")
+
+
+def count_rows(source: SourceConfig) -> int | None:
+    """About how many rows a source has, where that can be told at once; None for compressed text and hub sets."""
+    path = Path(source.path)
+    files = sorted(file for file in path.iterdir() if _format_of(file)) if path.is_dir() else [path]
+    if not path.exists() or (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        return None
+    counts = [_count_file(file) for file in files]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _count_file(path: Path) -> int | None:
+    if not path.is_file():  # a pipe can be read only once
+        return None
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv"):
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return count_parquet(path) if path.suffix.lower() == ".parquet" else None
 
 
 def _read_directory(path: Path, source: SourceConfig, on_error: ErrorHandler) -> Iterator[Row]:

@@ -35,6 +35,11 @@ class MetricsFile:
         with self._path.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
 
+    def losses(self) -> list[float]:
+        """The losses of the steps written so far."""
+        lines = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
     def cut(self, position: int) -> None:
         """Forget everything behind ``position``. Raises ResumeError where the file is shorter than that."""
         with self._path.open("ab") as file:

@@ -23,6 +23,13 @@ def read_parquet(path: Path) -> Iterator[Row]:
         yield from _batches(str(path), file.iter_batches(batch_size=_BATCH_ROWS))
 
 
+def count_parquet(path: Path) -> int:
+    """Rows of a Parquet file, from its footer."""
+    parquet = _pyarrow("pyarrow.parquet", path)
+    with _arrow_errors(path), parquet.ParquetFile(path) as file:
+        return int(file.metadata.num_rows)
+
+
 def read_arrow(path: Path) -> Iterator[Row]:
     """Rows of an Arrow file, in either layout: with a footer, or as the stream that the datasets library writes."""
     arrow = _pyarrow("pyarrow", path)

@@ -224,9 +224,11 @@ def test_openrlhf_gets_rewards_scores_between_0_and_1_and_logs(served: Any) -> N
     out = reward_func(["abc", "x" * 3000], ["p", "p"], ["l", "l"])
     assert out["rewards"].tolist() == [3.0, 3000.0]
     # sigmoid((3 - 1) / 2) = 1 / (1 + e^-1)
-    assert out["scores"].tolist() == pytest.approx([0.7310586, 1.0])
+    assert out["scores"].tolist() == pytest.approx([0.7310586, 1.0], rel=1e-5)
+    assert out["scores"].max() < 1  # a group of such answers must pass OpenRLHF's filter
+    assert out["extra_logs"]["rm_truncated"].tolist() == [0.0, 0.0]
     assert out["extra_logs"]["rm_reward"].tolist() == [3.0, 3000.0]
-    assert served.bodies[0]["texts"][0] == "abc"
+    assert (served.bodies[0]["texts"][0], served.bodies[0]["text_as"]) == ("abc", "templated")
     one = reward_func(["abcd"], ["p"], ["l"])
     assert torch.tensor([one["rewards"]]).shape == (1,)  # as OpenRLHF's generator stores it
     assert sum(request.url.path == "/info" for request in served.requests) == 1

@@ -162,3 +162,14 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(tmp_path, monkeypatch)
     with pytest.raises(NoKernelsError, match="unknown argument: -mamx-tile"):
         kernels.load()
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_library_that_another_user_could_have_written_is_not_loaded(tmp_path, has_kernels, monkeypatch):
+    monkeypatch.setenv("BETTERTHAN_CACHE", str(tmp_path))
+    kernels.load.cache_clear()
+    kernels.load()
+    (library,) = tmp_path.glob("kernels-*.so")
+    library.chmod(0o777)
+    kernels.load.cache_clear()
+    with pytest.raises(NoKernelsError, match="another user"):
+        kernels.load()

@@ -2,16 +2,21 @@
 
 import asyncio
 import hashlib
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 
+from rm_core.passes import Scored
+from rm_core.tree import MIN_SHARED, shared_length
 from rm_server.app import create_app
+from rm_server.connections import uvicorn_config
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
 
@@ -42,17 +47,33 @@ class FakeModel:
         self.forwards: list[list[list[int]]] = []
         self.before: Callable[[list[list[int]]], None] = lambda sequences: None
         self.nan_for: Callable[[list[int]], bool] = lambda ids: False
+        self.is_away = False
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
 
-    def score_ids(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    def score_batch(
+        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: Any = None
+    ) -> Scored:
         batch = [list(ids) for ids in sequences]
         self.entered.set()
         assert self.gate.wait(30), "the test never opened the gate"
         self.forwards.append(batch)
         self.before(batch)
-        return np.array([np.nan if self.nan_for(ids) else expected_score(ids) for ids in batch], dtype=np.float32)
+        rewards = np.array([np.nan if self.nan_for(ids) else expected_score(ids) for ids in batch], dtype=np.float32)
+        order = sorted(range(len(batch)), key=lambda i: batch[i])
+        computed = np.zeros(len(batch))
+        for before, i in zip([-1, *order], order, strict=False):
+            shared = shared_length(batch[before], batch[i]) if before >= 0 else 0
+            computed[i] = len(batch[i]) - (shared if shared >= MIN_SHARED else 0)
+        return Scored(rewards, computed, 0)
+
+    def leave_device(self) -> int:
+        self.is_away = True
+        return 123
+
+    def return_to_device(self) -> None:
+        self.is_away = False
 
     def hold(self) -> None:
         """Let the next forward wait."""
@@ -90,6 +111,42 @@ async def running(model: Any, **settings: Any) -> AsyncIterator[tuple[httpx.Asyn
 def serve() -> Callable[..., Any]:
     """``async with serve(model, max_batch_tokens=…) as (client, service)``."""
     return running
+
+
+@asynccontextmanager
+async def listening(model: Any, **settings: Any) -> AsyncIterator[tuple[str, "QuietServer"]]:
+    """A started service behind a real socket, served as the command serves it, on this event loop."""
+    service = ScoringService(ServerSettings(checkpoint="fake", **settings))
+    server = QuietServer(uvicorn_config(create_app(service, service.settings), service.settings))
+    server.service = service
+    await service.start(lambda: model)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await until(lambda: server.started)
+            scheme = "https" if service.settings.ssl_certfile else "http"
+            yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", server
+        finally:
+            model.gate.set()
+            server.should_exit = True
+            await serving
+            await service.stop()
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn, which leaves the signals to pytest."""
+
+    service: ScoringService
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def serve_on_socket() -> Callable[..., Any]:
+    """``async with serve_on_socket(model, receive_seconds=…) as (url, server)``."""
+    return listening
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_every_item_is_planned_once_and_no_batch_is_over_budget(groups: list[lis
     assert len(waiting) == 0
     assert waiting.num_tokens == 0
     for batch in batches:
-        assert batch.computed_tokens == tree_tokens(batch) <= budget
+        assert batch.cost == tree_tokens(batch) <= budget
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items)
 
 
@@ -66,8 +66,7 @@ def test_every_item_is_planned_once_and_no_batch_is_over_budget(groups: list[lis
 def test_padded_batches_are_charged_for_their_padding(groups: list[list[Ids]], budget: int) -> None:
     waiting, _ = waiting_with(groups)
     for batch in drain(waiting, budget, "padded"):
-        assert padded_tokens(batch) <= budget
-        assert batch.computed_tokens == sum(len(key) // 4 for key in {item.key for item in batch.items})
+        assert batch.cost == padded_tokens(batch) <= budget
 
 
 @given(st.lists(sequences, min_size=1, max_size=20))
@@ -168,13 +167,33 @@ def test_single_answers_of_one_prompt_meet_in_one_batch_whatever_comes_between()
     assert of_prompt <= {item.request for item in batch.items}
 
 
-def test_charges_add_up_and_equal_sequences_are_charged_once() -> None:
+def test_alone_every_distinct_sequence_is_charged_whole() -> None:
     prompt = tuple(range(20))
     waiting, _ = waiting_with([[(*prompt, 3), (*prompt, 3), (7,), (7,)], [(*prompt, 4, 5)]])
-    batch = plan_batch(waiting, 64, "shared")
-    assert sorted(batch.charges) == [0, 0, 1, 2, 21]
-    assert batch.computed_tokens == 24
-    assert batch.num_tokens == 66
+    batch = plan_batch(waiting, 64, "alone")
+    assert (len(batch.items), batch.cost, batch.num_tokens) == (5, 21 + 1 + 22, 66)
+
+
+def test_what_the_cache_holds_costs_nothing_so_more_late_siblings_fit_one_batch() -> None:
+    siblings = [[(n, *range(200), 500 + n, *range(30))] for n in range(40)]
+    cached = {key_of(group[0]): 192 for group in siblings}
+    batches = []
+    for known in (lambda key: 0, lambda key: cached[key]):
+        waiting, _ = waiting_with(siblings)  # type: ignore[arg-type]
+        batches.append(plan_batch(waiting, 1000, "shared", known))
+    assert [len(batch.items) for batch in batches] == [4, 25]
+    assert [batch.cost for batch in batches] == [4 * 232, 25 * 40]
+
+
+def test_siblings_behind_a_cached_prompt_share_what_is_new_only_where_it_is_long_enough() -> None:
+    prompt, opening = tuple(range(100)), tuple(range(200, 230))
+    for length, shared in ((8, 0), (30, 126)):
+        group = [(*prompt, *opening[:length], answer, *range(9)) for answer in (1, 2)]
+        cost = BatchCost("shared", lambda key: 96)
+        for ids in group:
+            cost.add(key_of(ids), cost.with_key(key_of(ids)))
+        whole = 2 * (len(group[0]) - 96)
+        assert cost.tokens == (whole if not shared else whole - (4 + 30))
 
 
 def test_planning_32_000_long_items_is_fast_enough_for_the_event_loop() -> None:

@@ -1,9 +1,17 @@
 import numpy as np
 import pytest
+import torch
 
+from rm_core.attention import LayerKV
+from rm_core.passes import Scored
+from rm_core.prefix_cache import CachedPrefix
 from rm_server.errors import InternalError, NonFiniteRewardError, OverloadedError, ServerError
 from rm_server.groups import key_of
 from rm_server.scorer import RECOVERY_FORWARDS, BatchScorer, is_out_of_memory
+
+
+def scored(rewards: list[float], computed: list[float]) -> Scored:
+    return Scored(np.array(rewards, dtype=np.float32), np.array(computed, dtype=np.float64), 0)
 
 
 class Model:
@@ -11,12 +19,14 @@ class Model:
 
     def __init__(self, fail=lambda sequences: None):  # type: ignore[no-untyped-def]
         self.sizes: list[int] = []
+        self.budgets: list[int | None] = []
         self.fail = fail
 
-    def score_ids(self, sequences):  # type: ignore[no-untyped-def]
+    def score_batch(self, sequences, *, max_tokens=None, cache=None):  # type: ignore[no-untyped-def]
         self.sizes.append(len(sequences))
+        self.budgets.append(max_tokens)
         self.fail(sequences)
-        return np.array([ids[0] for ids in sequences], dtype=np.float32)
+        return scored([ids[0] for ids in sequences], [len(ids) for ids in sequences])
 
 
 def scorer(model: Model, budget: int = 1000) -> BatchScorer:
@@ -46,29 +56,29 @@ def test_equal_sequences_are_computed_once_and_all_get_the_reward() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_forward_that_raises_once_fails_nobody(count: int) -> None:
-    scored = scorer(Model(raising(ValueError("secret"), times=1))).score(keys(*range(count)))
-    assert scored.outcomes == [float(i) for i in range(count)]
-    assert scored.num_failures == 1
-    assert all("ValueError" in problem and "secret" not in problem for problem in scored.problems)
+    batch = scorer(Model(raising(ValueError("secret"), times=1))).score(keys(*range(count)))
+    assert batch.outcomes == [float(i) for i in range(count)]
+    assert batch.num_failures == 1
+    assert all("ValueError" in problem and "secret" not in problem for problem in batch.problems)
 
 
 @pytest.mark.parametrize("guilty", [0, 3, 9])
 def test_item_that_always_raises_fails_alone(guilty: int) -> None:
     model = Model(raising(IndexError("secret"), when=lambda seqs: any(ids[0] == guilty for ids in seqs)))
-    scored = scorer(model).score(keys(*range(10)))
-    for i, outcome in enumerate(scored.outcomes):
+    batch = scorer(model).score(keys(*range(10)))
+    for i, outcome in enumerate(batch.outcomes):
         assert isinstance(outcome, InternalError) if i == guilty else outcome == float(i)
     assert len(model.sizes) <= 10, "a guilty item among n costs about 2 log n more forwards"
 
 
 def test_model_that_always_raises_fails_every_item_and_ends() -> None:
-    scored = scorer(Model(raising(RuntimeError("broken")))).score(keys(*range(5)))
-    assert all(isinstance(outcome, InternalError) for outcome in scored.outcomes)
+    batch = scorer(Model(raising(RuntimeError("broken")))).score(keys(*range(5)))
+    assert all(isinstance(outcome, InternalError) for outcome in batch.outcomes)
 
 
 def test_wrong_number_of_rewards_is_a_failure_and_not_a_shift() -> None:
     model = Model()
-    model.score_ids = lambda sequences: np.zeros(1, dtype=np.float32)  # type: ignore[method-assign]
+    model.score_batch = lambda sequences, **_: scored([0], [1])  # type: ignore[method-assign]
     outcomes = scorer(model).score(keys(1, 2, 3)).outcomes
     assert len(outcomes) == 3
     assert outcomes == [0.0, 0.0, 0.0] or any(isinstance(outcome, ServerError) for outcome in outcomes)
@@ -76,7 +86,8 @@ def test_wrong_number_of_rewards_is_a_failure_and_not_a_shift() -> None:
 
 def test_nan_and_infinity_are_errors_of_their_item() -> None:
     model = Model()
-    model.score_ids = lambda sequences: np.array([1, np.nan, np.inf, -np.inf], dtype=np.float32)  # type: ignore
+    rewards = [1, float("nan"), float("inf"), float("-inf")]
+    model.score_batch = lambda sequences, **_: scored(rewards, [1, 1, 1, 1])  # type: ignore[method-assign]
     outcomes = scorer(model).score(keys(1, 2, 3, 4)).outcomes
     assert outcomes[0] == 1.0
     assert all(isinstance(outcome, NonFiniteRewardError) for outcome in outcomes[1:])
@@ -88,9 +99,9 @@ def test_nan_and_infinity_are_errors_of_their_item() -> None:
 def test_out_of_memory_lowers_the_limit_and_loses_nobody(error: BaseException) -> None:
     model = Model(raising(error, when=lambda seqs: sum(map(len, seqs)) > 300))
     subject = scorer(model)
-    scored = subject.score(keys(*range(10), length=100))
-    assert scored.outcomes == [float(i) for i in range(10)]
-    assert scored.num_out_of_memory > 0
+    batch = subject.score(keys(*range(10), length=100))
+    assert batch.outcomes == [float(i) for i in range(10)]
+    assert batch.num_out_of_memory > 0
     assert 150 <= subject.token_limit <= 300
 
 
@@ -115,9 +126,92 @@ def test_item_too_large_for_memory_alone_may_come_again() -> None:
     assert "60 tokens" in outcomes[2].message
 
 
-def test_torch_out_of_memory_is_recognised() -> None:
-    import torch
+def test_equal_sequences_share_the_cost_and_charges_add_up_to_what_was_computed() -> None:
+    model = Model()
+    model.score_batch = lambda sequences, **_: scored([0, 0], [40.5, 20.5])  # type: ignore[method-assign]
+    batch = scorer(model).score(keys(1, 1, 1, 2))
+    assert batch.charges == [14, 13, 13, 21]
+    assert batch.computed_tokens == 61
 
+
+def test_failed_items_are_charged_nothing_and_the_others_their_own() -> None:
+    model = Model(raising(ValueError(), when=lambda seqs: any(ids[0] == 2 for ids in seqs)))
+    assert scorer(model).score(keys(1, 2, 3, length=10)).charges == [10, 0, 10]
+
+
+def test_sequence_too_long_for_memory_is_scored_in_smaller_pieces_and_lowers_the_limit() -> None:
+    model = Model()
+    model.fail = lambda seqs: raise_if(model.budgets[-1] > 300)  # type: ignore[operator]
+    subject = scorer(model, budget=1000)
+    batch = subject.score([key_of([5] * 2000)])
+    assert batch.outcomes == [5.0]
+    assert (subject.token_limit, batch.num_out_of_memory) == (250, 2)
+
+
+def raise_if(condition: bool) -> None:
+    if condition:
+        raise MemoryError
+
+
+class Caching(Model):
+    """Keeps 4,000 bytes of something for every sequence it scores."""
+
+    def score_batch(self, sequences, *, max_tokens=None, cache=None):  # type: ignore[no-untyped-def]
+        self.caches.append(cache)
+        done = super().score_batch(sequences, max_tokens=max_tokens, cache=cache)
+        for ids in sequences if cache is not None else ():
+            cache.add(CachedPrefix(tuple(ids), (LayerKV(torch.zeros(500), torch.zeros(500)),)))
+        return done
+
+    caches: list = []  # type: ignore[type-arg] # noqa: RUF012
+
+
+def test_out_of_memory_empties_the_cache_before_the_budget_is_lowered() -> None:
+    model = Caching()
+    model.caches = []
+    subject = BatchScorer(model, 1000, "shared", clock=lambda: 0.0, cache_bytes=10_000)
+    assert subject.score(keys(1, 2, 3, length=100)).num_evicted == 1
+    assert subject.cache is not None
+    assert subject.cache.num_bytes == 8000
+    assert subject.known_length(key_of([3] * 100)) == 96
+    model.fail = raising(MemoryError(), times=1)
+    batch = subject.score(keys(*range(10), length=100))
+    assert batch.outcomes == [float(i) for i in range(10)]
+    assert (batch.num_out_of_memory, subject.token_limit) == (1, 1000)
+    assert (subject.cache.num_bytes, subject.cache.max_bytes) == (0, 10_000)
+    assert [cache is None for cache in model.caches] == [False, False, True]
+    model.fail = raising(MemoryError(), times=1)
+    subject.score(keys(*range(10), length=100))
+    assert subject.token_limit == 500, "an empty cache has nothing to give"
+
+
+def test_cache_that_gave_room_grows_back() -> None:
+    model = Caching()
+    subject = BatchScorer(model, 1000, "shared", clock=lambda: 0.0, cache_bytes=8 << 20)
+    subject.score(keys(1, 2))
+    model.fail = raising(MemoryError(), times=1)
+    subject.score(keys(3, 4))
+    assert subject.cache is not None
+    assert subject.cache.max_bytes == 4 << 20
+    for _ in range(RECOVERY_FORWARDS):
+        subject.score(keys(1))
+    assert subject.cache.max_bytes == 8 << 20
+
+
+def test_alone_each_sequence_has_a_forward_of_its_own_and_no_cache() -> None:
+    model = Model()
+    subject = BatchScorer(model, 1000, "alone", clock=lambda: 0.0, cache_bytes=1 << 20)
+    assert subject.score(keys(3, 5, 3)).outcomes == [3.0, 5.0, 3.0]
+    assert model.sizes == [1, 1]
+    assert subject.cache is None
+    model.fail = raising(MemoryError(), when=lambda seqs: len(seqs[0]) > 300)
+    outcomes = subject.score([key_of([5] * 2000), key_of([6])]).outcomes
+    assert isinstance(outcomes[0], OverloadedError)
+    assert outcomes[1] == 6.0
+    assert set(model.budgets) == {1000}, "another cut would change the last bits of the reward"
+
+
+def test_torch_out_of_memory_is_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(ValueError("out of memory"))

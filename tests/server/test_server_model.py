@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 Serve = Callable[..., Any]
 TOLERANCE = 1e-4
@@ -60,3 +61,89 @@ async def test_client_of_the_project_reads_the_answers(tiny_model: Any, serve: S
     assert abs(sum(result.advantages)) < 1e-6
     assert result.reward_id == info.reward_id == tiny_model.reward_id
     assert result.usage.tokens > 0
+
+
+def conversation_groups(count: int, answers: int) -> list[list[str]]:
+    rng = random.Random(2)
+
+    def text(length: int) -> str:
+        return "".join(rng.choice("abcdefgh ,.") for _ in range(length))
+
+    return [
+        [prompt + text(rng.choice([1, 20, 45])) for _ in range(answers)] for prompt in (text(100) for _ in "." * count)
+    ]
+
+
+async def test_answers_that_come_later_pay_for_themselves_alone_and_score_the_same(
+    tiny_model: Any, serve: Serve, sample: Any
+) -> None:
+    groups = conversation_groups(4, 4)
+    async with serve(tiny_model, max_batch_tokens=1024) as (client, service):
+        for number in range(4):
+            for group in groups:
+                body = {"texts": [group[number]]}
+                answer = (await client.post("/score", json=body)).json()
+                ids = tiny_model.renderer.render_text(group[number])
+                np.testing.assert_allclose(answer["rewards"], tiny_model.score_ids([ids]), atol=TOLERANCE, rtol=0)
+                assert answer["usage"]["tokens"] == len(ids)
+                assert answer["usage"]["computed_tokens"] == len(ids) - (96 if number else 0)
+        metrics = (await client.get("/metrics")).text
+        assert sample(service, "rm_cache_hit_tokens_total") == 3 * 4 * 96
+        assert sample(service, "rm_cache_bytes") > 0
+        info = (await client.get("/info")).json()
+    assert "rm_cache_prefixes 4.0" in metrics
+    assert info["prefix_sharing"] == info["prefix_cache"] == "on"
+
+
+async def test_without_a_cache_every_answer_pays_for_its_prompt(tiny_model: Any, serve: Serve) -> None:
+    group = conversation_groups(1, 2)[0]
+    async with serve(tiny_model, prefix_cache_mb=0) as (client, _):
+        usages = [(await client.post("/score", json={"texts": [text]})).json()["usage"] for text in group]
+        info = (await client.get("/info")).json()
+    assert all(usage["computed_tokens"] == usage["tokens"] for usage in usages)
+    assert (info["prefix_sharing"], info["prefix_cache"]) == ("on", "off: prefix_cache_mb is 0")
+
+
+async def test_memory_of_a_long_sequence_is_bounded_by_the_budget(
+    tiny_model: Any, serve: Serve, monkeypatch: Any
+) -> None:
+    """Sequences up to the model's context of 512 under a budget of 64: no forward sees more than 64 tokens."""
+    widths: list[int] = []
+    run = tiny_model.network.run_tree
+    monkeypatch.setattr(tiny_model.network, "run_tree", lambda ids, *rest: widths.append(len(ids)) or run(ids, *rest))
+    rng = random.Random(3)
+    sequences = [[rng.randrange(256) for _ in range(length)] for length in (512, 300, 20, 65)]
+    async with serve(tiny_model, max_batch_tokens=64) as (client, _):
+        widths.clear()
+        answer = (await client.post("/score", json={"input_ids": sequences})).json()
+    assert max(widths) <= 64
+    assert answer["usage"] == {"tokens": 897, "computed_tokens": 897}
+    with torch.inference_mode():
+        alone = torch.cat([tiny_model.network.forward_padded([ids]) for ids in sequences]).numpy()
+    np.testing.assert_allclose(answer["rewards"], alone, atol=TOLERANCE, rtol=0)
+
+
+async def test_exact_rewards_are_the_same_bits_whatever_comes_with_them_or_before_them(
+    tiny_model: Any, serve: Serve, sample: Any
+) -> None:
+    sent = sorted({text for group in conversation_groups(5, 4) for text in group} | set(texts(20)))
+    rng = random.Random(4)
+    seen: dict[str, set[float]] = {text: set() for text in sent}
+    async with serve(tiny_model, exact=True, max_batch_tokens=256) as (client, service):
+        for size in (1, 3, 40):
+            order = rng.sample(sent, len(sent))
+            lots = [order[start : start + size] for start in range(0, len(order), size)]
+            answers = await asyncio.gather(*(client.post("/score", json={"texts": lot}) for lot in lots))
+            for lot, answer in zip(lots, answers, strict=True):
+                body = answer.json()
+                assert body["usage"]["computed_tokens"] == body["usage"]["tokens"]
+                for text, reward in zip(lot, body["rewards"], strict=True):
+                    seen[text].add(reward)
+        info = (await client.get("/info")).json()
+    assert all(len(rewards) == 1 for rewards in seen.values())
+    for text, (reward,) in seen.items():
+        ids = tiny_model.renderer.render_text(text)
+        assert reward == float(tiny_model.score_batch([ids], max_tokens=256).rewards[0])
+    assert info["exact"] is True
+    assert info["prefix_sharing"] == info["prefix_cache"] == "off: every sequence is scored alone (exact)"
+    assert sample(service, "rm_batch_items_sum") > sample(service, "rm_batch_items_count")

@@ -26,6 +26,9 @@ WORDS = [
     "sugar",
 ]
 
+RUN_FILES = ["check.json", "checkpoint", "config.json", "evaluation.jsonl", "metrics.jsonl"]
+"""What a run without saved states leaves."""
+
 
 class Quiet:
     """A reporter that remembers what was said; ``at_progress`` may interrupt the training bar."""

@@ -17,7 +17,7 @@ from rm_core.checkpoint import CheckpointError, read_record
 from rm_core.model import RewardModel
 from rm_train.cli import main
 from tests.conftest import save_classifier
-from tests.train.runs import chat_rows, metric_lines, text_rows, write_rows
+from tests.train.runs import RUN_FILES, chat_rows, metric_lines, text_rows, write_rows
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -71,7 +71,7 @@ def test_fit_writes_a_run_and_says_what_it_did(
     )
     assert code == 0, err
     directory = tmp_path / "a"
-    assert sorted(path.name for path in directory.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in directory.iterdir()) == RUN_FILES
     assert json.loads((directory / "config.json").read_text())["train"]["max_steps"] == 3
     assert [line["step"] for line in metric_lines(directory) if "loss" in line] == [1, 2, 3]
     record = read_record(directory / "checkpoint")

@@ -11,6 +11,7 @@ import torch
 
 from rm_core.checkpoint import read_record
 from rm_core.model import RewardModel
+from rm_train import build as build_module
 from rm_train import fit as fit_module
 from rm_train.config_file import ConfigError
 from rm_train.data import read_pairs
@@ -20,6 +21,7 @@ from rm_train.fit import fit
 from rm_train.loop import DivergedError
 from tests.conftest import byte_tokenizer, save_base
 from tests.train.runs import (
+    RUN_FILES,
     Quiet,
     chat_rows,
     learnable_rows,
@@ -98,7 +100,7 @@ def test_run_directory_holds_config_metrics_and_checkpoint(
 ) -> None:
     config = make_config(tiny_base, tmp_path, *data, train={"max_steps": 2})
     result = fit(config, Quiet())
-    assert sorted(path.name for path in result.directory.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in result.directory.iterdir()) == RUN_FILES
     assert json.loads((result.directory / "config.json").read_text()) == config.model_dump(mode="json")
     lines = metric_lines(result.directory, wall_clock=True)
     assert [line["step"] for line in lines] == [1, 2]
@@ -272,7 +274,7 @@ def test_options_of_peft_are_passed_on(data: tuple[Path, Path], tiny_base: Path,
 def test_tracker_whose_package_is_missing_is_named(
     data: tuple[Path, Path], tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit_module, "get_available_trackers", list)
+    monkeypatch.setattr(build_module, "get_available_trackers", list)
     with pytest.raises(ConfigError, match="package of 'tensorboard' is not installed"):
         fit(make_config(tiny_base, tmp_path, *data, train={"report_to": ["tensorboard"]}), Quiet())
 

@@ -1,6 +1,7 @@
 """One step of training against the same step written by hand with plain transformers and peft."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from rm_core.model import RewardModel
-from rm_train.batching import epoch_order
+from rm_train.batching import epoch_order, split_by_tokens
 from rm_train.data import read_pairs
 from rm_train.encode import EncodedPair, encode_pairs
 from rm_train.loop import DivergedError, train
@@ -249,6 +250,21 @@ def test_order_of_pairs_depends_on_seed_and_epoch_alone() -> None:
     assert epoch_order(50, 3, 1) == epoch_order(50, 3, 1)
     assert epoch_order(50, 3, 1) != epoch_order(50, 3, 2)
     assert epoch_order(50, 3, 1) != epoch_order(50, 4, 1)
+
+
+def test_pairs_of_one_prompt_stand_together_where_that_is_asked_for() -> None:
+    prompts = ["a", "b", "c", "a", "b", "a"]
+    for epoch in range(5):
+        order = epoch_order(6, 0, epoch, prompts)
+        assert sorted(order) == list(range(6))
+        assert len([1 for one, two in pairwise(order) if prompts[one] != prompts[two]]) == 2
+    assert len({tuple(epoch_order(6, 0, epoch, prompts)) for epoch in range(5)}) > 1
+
+
+def test_pairs_of_one_prompt_share_a_micro_batch_though_their_lengths_differ() -> None:
+    items = [("a", 9), ("b", 8), ("a", 1), ("b", 7), ("c", 5)]
+    batches = split_by_tokens(items, cost=len, size=lambda item: item[1], prompt=lambda item: item[0], max_tokens=2)
+    assert batches == [[("a", 9), ("a", 1)], [("b", 8), ("b", 7)], [("c", 5)]]
 
 
 def test_epochs_and_max_steps_count_the_steps(tiny_base: Path, pairs_file: Path, tmp_path: Path) -> None:

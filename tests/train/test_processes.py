@@ -15,7 +15,7 @@ from rm_core.model import RewardModel
 from rm_train.config import dump_resolved
 from rm_train.fit import fit
 from rm_train.state import STATE_FILE, ResumeError
-from tests.train.runs import Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import RUN_FILES, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_two_processes_equal_one(tiny_base: Path, tmp_path: Path) -> None:
     for name, tensor in wanted_weights.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-3)
 
-    assert sorted(file.name for file in two.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl"]
+    assert sorted(file.name for file in two.iterdir()) == RUN_FILES
     assert done.stdout.count("checkpoint: ") == 1, "one process speaks"
     records = read_record(two / "checkpoint"), read_record(one / "checkpoint")
     assert records[0] is not None

@@ -1,21 +1,18 @@
 """A run that was killed goes on to the very bits of the unbroken one, and refuses to go on as another run."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rm_train import run_directory
 from rm_train import state as state_module
-from rm_train.config import dump_resolved
 from rm_train.fit import fit
+from rm_train.run_directory import RunError
 from rm_train.state import STATE_FILE, MetricsFile, ResumeError
-from tests.train.runs import Killed, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import RUN_FILES, Killed, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
 
 # Dropout, evaluations, epochs of a short last step, warm-up and a schedule: all that has a state of its own.
 SETTINGS: dict[str, Any] = {
@@ -243,12 +240,8 @@ def test_full_disk_while_writing_the_checkpoint_leaves_the_old_one(
         with pytest.raises(OSError, match="No space left"):
             fit(config, Quiet())
     assert {path.name: path.read_bytes() for path in first.iterdir()} == before
-    assert sorted(path.name for path in first.parent.iterdir()) == [
-        "checkpoint",
-        "config.json",
-        "metrics.jsonl",
-        STATE_FILE,
-    ], "no half-written directory stays behind"
+    found = sorted(path.name for path in first.parent.iterdir())
+    assert found == [*RUN_FILES, STATE_FILE], "no half-written directory stays behind"
     # training was done: its last saved state is enough to finish
     assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
 
@@ -266,34 +259,101 @@ def test_metrics_that_are_shorter_than_the_state_says_are_refused(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_process_killed_by_the_system_resumes_to_the_same_bits(
+def test_processes_killed_at_random_moments_resume_to_the_same_bits(tiny_base: Path, tmp_path: Path) -> None:
+    """kill -9 and the command line; ``scripts/kill_and_resume.py --kills 20`` does it more often."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "kill_and_resume.py"
+    spec = importlib.util.spec_from_file_location("kill_and_resume", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    result = script.prove(str(tiny_base), 3, 0, tmp_path)
+    assert [outcome["wrong"] for outcome in result["outcomes"]] == [[], [], []]
+
+
+# ------------------------------------------------------------------ two runs, and none saved yet
+
+
+def test_second_fit_into_a_directory_in_use_is_refused(
+    tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The second begins while the first trains; the first goes on undisturbed."""
+    config = config_in(tmp_path, tiny_base, data)
+    refusals = []
+
+    def start_another(fraction: float, text: str) -> None:
+        if text.startswith("step 2/"):
+            with pytest.raises(RunError) as caught:
+                fit(config, Quiet())
+            refusals.append(str(caught.value))
+
+    result = fit(config, Quiet(start_another))
+    assert result.steps == STEPS
+    assert refusals == [
+        f"{result.directory}: another process is training into it; wait for it, or choose another run.name"
+    ]
+    assert not [path for path in result.directory.iterdir() if "lock" in path.name]
+    assert fit(config, Quiet(), resume=True).steps == STEPS, "the lock ends with the run"
+
+
+def test_resume_of_a_run_killed_before_its_first_save_starts_over_and_says_so(
     unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """kill -9 as soon as the metrics show a step, at a few places, then on to the end through the command line."""
     config = config_in(tmp_path, tiny_base, data)
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_resolved(config))  # JSON is YAML
-    run = tmp_path / "runs" / "run"
-    command = [sys.executable, "-m", "rm_train.cli", "fit", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for step in (3, 5, 8):
-        resume = ["--resume"] if (run / STATE_FILE).exists() else []
-        with subprocess.Popen(
-            [*command, *resume], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        ) as process:
-            try:
-                while process.poll() is None and not _has_step(run, step):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=0.005)
-            finally:
-                process.send_signal(signal.SIGKILL)
-    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(Killed):
+        fit(config, kill_at(1))
+    assert not (tmp_path / "runs" / "run" / STATE_FILE).exists()
+    reporter = Quiet()
+    assert_same_run(fit(config, reporter, resume=True).directory, unbroken)
+    assert [text for text in reporter.said if text.startswith("resume: ")] == [
+        f"resume: {tmp_path / 'runs' / 'run'} was stopped before its first saved state, so it starts from the beginning"
+    ]
+
+
+def test_resume_of_a_finished_run_without_states_is_refused(
+    tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It would train everything again; but a later run of that name that was killed at once may start over."""
+    config = config_in(tmp_path, tiny_base, data, train={"save_every": None})
+    fit(config, Quiet())
+    with pytest.raises(ResumeError, match="no state to resume from"):
+        fit(config, Quiet(), resume=True)
+    with pytest.raises(Killed):
+        fit(config, kill_at(1))
+    assert fit(config, Quiet(), resume=True).steps == STEPS
+
+
+def test_leftovers_of_a_kill_while_the_checkpoint_was_written_are_cleared(
+    unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two renames: the old checkpoint lies aside, the new one under a temporary name."""
+    config = config_in(tmp_path, tiny_base, data)
+    run = fit(config, Quiet()).directory
+    (run / ".checkpoint-old-x").mkdir()
+    (run / "checkpoint").rename(run / ".checkpoint-old-x" / "checkpoint")
+    (run / ".checkpoint-y").mkdir()
+    (run / ".checkpoint-y" / "half.safetensors").write_bytes(b"half")
+    run_directory.clear_leftovers(run)
     assert_same_run(run, unbroken)
+    assert sorted(path.name for path in run.iterdir()) == [*RUN_FILES, STATE_FILE]
+    (run / ".checkpoint-z").mkdir()
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+    assert sorted(path.name for path in run.iterdir()) == [*RUN_FILES, STATE_FILE]
 
 
-def _has_step(run: Path, step: int) -> bool:
-    try:
-        return f'"step": {step},' in (run / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return False
+def test_full_disk_while_the_run_begins_leaves_an_earlier_run_whole(
+    unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/full takes the place of the temporary file."""
+    import rm_train.fit as fit_module
+
+    config = config_in(tmp_path, tiny_base, data)
+    run = fit(config, Quiet()).directory
+    before = (run / "config.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "clear_leftovers", lambda directory: None)
+        (run / ".config.json.tmp").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            fit(config, Quiet())
+    assert (run / "config.json").read_bytes() == before
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)

@@ -12,7 +12,7 @@ import pytest
 from rm_train import tables, text_files
 from rm_train.config import SourceConfig
 from rm_train.rows import DataError, Row
-from rm_train.sources import read_rows, source_name
+from rm_train.sources import count_rows, read_rows, source_name
 
 ROWS = [{"prompt": "q", "chosen": "yes é", "rejected": "no"}, {"prompt": "r", "chosen": "a\nb", "rejected": 'c,"d"'}]
 
@@ -58,6 +58,20 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
     write_table(tmp_path / "stream.arrow", "arrow stream")
     for path in sorted(tmp_path.iterdir()):
         assert [row.values for row in read(path)] == ROWS, path.name
+
+
+def test_rows_are_counted_beforehand_where_that_is_cheap(tmp_path: Path) -> None:
+    """Only for a progress bar: a CSV header and line breaks in its cells are counted as rows."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(ROWS))
+    write_table(folder / "b.parquet", "parquet")
+    assert count_rows(SourceConfig(path=str(folder))) == 4
+    write_csv(tmp_path / "a.csv")
+    assert count_rows(SourceConfig(path=str(tmp_path / "a.csv"))) == 4
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(ROWS)))
+    assert count_rows(SourceConfig(path=str(tmp_path / "a.jsonl.gz"))) is None
+    assert count_rows(SourceConfig(path="owner/name")) is None
 
 
 def test_places_are_lines_in_text_and_rows_in_tables(tmp_path: Path) -> None:

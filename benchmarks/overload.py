@@ -1,0 +1,180 @@
+"""Ten times more work than the server can do: who is answered, who is refused, and how fast.
+
+    python benchmarks/overload.py [CHECKPOINT] [--seconds 60] [--factor 10] [--quick]
+
+First the unloaded maximum: a closed loop of 64 connections. Then an open loop sends ``factor`` times as many tokens a
+second, in requests of mixed sizes with a deadline, and beside them requests that can never fit. Counted are the answers
+in time, the refusals and when they came, and the useful throughput (tokens of answers that came in time).
+Invariant: the exit status is 1 if a request hangs, an accepted one breaks its deadline by more than a second, one that
+can never fit waits 50 ms at p99, or the useful throughput falls below 90 % of the maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import httpx
+from common import FreshTexts, Server
+from transformers import AutoTokenizer
+
+CONNECTIONS = 64
+SIZES = (1, 1, 1, 2, 4, 8, 32)
+ANSWER_TOKENS, PROMPT_TOKENS = 48, 80
+GRACE_SECONDS = 1.0
+
+
+@dataclass
+class Tally:
+    """What came back, and after how long."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    useful_tokens: int = 0
+    """Of answers that came while the overload lasted."""
+    late: list[float] = field(default_factory=list)
+    refused_at: list[float] = field(default_factory=list)
+    never_fits: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def draw(texts: FreshTexts) -> dict[str, Any]:
+    """A group of mixed size; no text comes twice."""
+    size = texts.random.choice(SIZES)
+    return {
+        "prompt": texts.text(PROMPT_TOKENS),
+        "completions": [texts.text(ANSWER_TOKENS - 1) for _ in range(size)],
+    }
+
+
+def tokens_of(body: dict[str, Any]) -> int:
+    return len(body["completions"]) * (PROMPT_TOKENS + ANSWER_TOKENS)
+
+
+async def measure_maximum(server: Server, texts: FreshTexts, seconds: float) -> float:
+    """Tokens a second of a closed loop that keeps the server busy."""
+    done = 0
+    async with new_client(server) as client:
+        end = time.perf_counter() + seconds
+
+        async def connection() -> None:
+            nonlocal done
+            while time.perf_counter() < end:
+                body = draw(texts)
+                await common.post_json(client, "/score", body)
+                if time.perf_counter() < end:
+                    done += tokens_of(body)
+
+        await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
+    return done / seconds
+
+
+async def overload(server: Server, texts: FreshTexts, rate: float, seconds: float, deadline: float) -> Tally:
+    """Send ``rate`` tokens a second whatever comes back."""
+    tally = Tally()
+    begin = time.perf_counter()
+    async with new_client(server) as client:
+
+        async def send(body: dict[str, Any]) -> None:
+            start = time.perf_counter()
+            try:
+                response = await client.post("/score", json=body | {"deadline_ms": deadline * 1000})
+            except httpx.HTTPError as error:
+                tally.wrong.append(type(error).__name__)
+                return
+            took = time.perf_counter() - start
+            if response.status_code == 200:
+                scored = sum(reward is not None for reward in response.json()["rewards"])
+                part = "" if scored == len(body["completions"]) else " in part"
+                tally.kinds["answered" + part] += 1
+                if start + took < begin + seconds:
+                    tally.useful_tokens += scored * (PROMPT_TOKENS + ANSWER_TOKENS)
+                if took > deadline + GRACE_SECONDS:
+                    tally.late.append(took)
+                return
+            error = response.json()["error"]
+            tally.kinds[error["type"]] += 1
+            tally.refused_at.append(took)
+            if not error["retryable"] or took > deadline + GRACE_SECONDS:
+                tally.wrong.append(f"{response.status_code} {error['type']} after {took:.1f} s")
+
+        async def send_impossible() -> None:
+            start = time.perf_counter()
+            response = await client.post("/score", json={"input_ids": [[1]] * 40_000})
+            tally.never_fits.append(time.perf_counter() - start)
+            if response.status_code != 413:
+                tally.wrong.append(f"{response.status_code} for a request that can never fit")
+
+        tasks: list[asyncio.Task[None]] = []
+        sent, number = 0, 0
+        while (now := time.perf_counter() - begin) < seconds:
+            while sent < rate * now:
+                body = draw(texts)
+                sent += tokens_of(body)
+                tasks.append(asyncio.create_task(send(body)))
+            if now * 2 > number:
+                number += 1
+                tasks.append(asyncio.create_task(send_impossible()))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+    return tally
+
+
+def new_client(server: Server) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=None))
+
+
+def main() -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the bundled model with a fixed head")
+        parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts")
+        parser.add_argument("--factor", type=float, default=10.0, help="offered work, in unloaded maxima")
+        parser.add_argument("--deadline", type=float, default=10.0, help="seconds a caller waits")
+
+    arguments = common.parse_arguments(__doc__ or "", add)
+    seconds = 10.0 if arguments.quick else arguments.seconds
+    model = common.prepare_model(arguments.checkpoint)
+    texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
+    server = common.our_server(model, arguments.threads, "auto")
+    with common.running(server), common.awake(server):
+        asyncio.run(measure_maximum(server, texts, seconds / 4))  # warm, and the server learns its rate
+        maximum = asyncio.run(measure_maximum(server, texts, seconds / 2))
+        common.say(f"unloaded maximum: {maximum:.0f} tokens/s")
+        rate = arguments.factor * maximum
+        tally = asyncio.run(overload(server, texts, rate, seconds, arguments.deadline))
+        after = asyncio.run(measure_maximum(server, texts, seconds / 4))
+    ratio = tally.useful_tokens / seconds / maximum
+    p99 = statistics.quantiles(tally.never_fits, n=100)[98] if len(tally.never_fits) > 1 else float("nan")
+    failed = bool(tally.wrong or tally.late or ratio < 0.9 or p99 > 0.05)
+    print(
+        json.dumps(
+            {
+                "workload": f"overload x{arguments.factor:g} for {seconds:g} s",
+                "maximum_tokens_per_second": round(maximum),
+                "useful_tokens_per_second": round(ratio * maximum),
+                "useful_ratio": round(ratio, 3),
+                "afterwards_tokens_per_second": round(after),
+                "answers": dict(tally.kinds),
+                "late": len(tally.late),
+                "wrong": tally.wrong[:10],
+                "never_fits_p99_ms": round(p99 * 1000, 1),
+                "refused_median_s": round(statistics.median(tally.refused_at), 2) if tally.refused_at else None,
+                "deadline_s": arguments.deadline,
+                "seed": arguments.seed,
+                "ok": not failed,
+            }
+        )
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""GRPO with TRL's GRPOTrainer against a running reward server: the same prompts, model and evaluation as grpo.py.
+
+    rm-server runs/quickstart/checkpoint &
+    python examples/trl_grpo.py                          # needs trl, peft and datasets beside betterthan
+    python examples/trl_grpo.py --quick --model FOLDER
+
+The reward function pins the ``reward_id``, sends each batch in one request, and marks answers that were cut by the
+length limit. Writes result.json to --out; the last line on stdout is the result as JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpo import evaluate, load_policy, paired_bootstrap, parse, read_prompts
+
+import rm_client
+from rm_client import RewardClient, trl_reward_function
+from rm_core.hardware import choose_compute
+
+
+def train(policy: Any, tokenizer: Any, args: Any, reward: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run GRPOTrainer on the policy; returns its log. ``rows``: ``prompt`` and the reward function's columns."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_cpu = policy.device.type == "cpu"
+    config = GRPOConfig(
+        output_dir=str(args.out / "trl"),
+        per_device_train_batch_size=args.prompts_per_step * args.group_size,
+        num_generations=args.group_size,
+        max_completion_length=args.max_new_tokens,
+        max_steps=args.steps,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        beta=args.kl,
+        epsilon=args.clip,
+        temperature=args.temperature,
+        loss_type="grpo",
+        use_cpu=on_cpu,
+        bf16=policy.dtype == torch.bfloat16,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=args.seed,
+    )
+    trainer = GRPOTrainer(
+        model=policy,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(rows),
+        args=config,
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def compare(
+    args: Any,
+    client: RewardClient,
+    reward_id: str,
+    rows: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    reference_column: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate, train, evaluate. Returns what result.json holds."""
+    started = time.perf_counter()
+    torch.manual_seed(args.seed)
+    compute = choose_compute(args.dtype, args.device)
+    policy, tokenizer = load_policy(args.model, args.lora_rank, compute.dtype, compute.device)
+    reward = trl_reward_function(
+        args.server,
+        api_key=args.api_key,
+        reward_id=reward_id,
+        eos_token_ids=[tokenizer.eos_token_id],
+        reference_column=reference_column,
+    )
+    prompts = [row["prompt"] for row in held_out]
+    references = None if reference_column is None else [row[reference_column] for row in held_out]
+    before = evaluate(policy, tokenizer, client, prompts, args, references)
+    print(f"start: reward {before.rewards.mean():+.3f} on {len(prompts)} held-out prompts, {before.length:.0f} tokens")
+    torch.manual_seed(args.seed)
+    history = train(policy, tokenizer, args, reward, rows)
+    after = evaluate(policy, tokenizer, client, prompts, args, references)
+    gain, low, high = paired_bootstrap(before.rewards, after.rewards)
+    return {
+        "reward_start": float(before.rewards.mean()),
+        "reward_end": float(after.rewards.mean()),
+        "gain": gain,
+        "gain_interval_95": [low, high],
+        "kl_end": after.kl,
+        "length_start": before.length,
+        "length_end": after.length,
+        "held_out_prompts": len(prompts),
+        "steps": len(history),
+        "seed": args.seed,
+        "seconds": round(time.perf_counter() - started, 1),
+        "reward_id": reward_id,
+        "reward_id_is_unchanged": client.info().reward_id == reward_id,
+    }
+
+
+def command(
+    name: str,
+    argv: Sequence[str] | None,
+    rows_of: Callable[[Any], tuple[list[dict[str, Any]], list[dict[str, Any]]]],
+    reference_column: str | None = None,
+) -> int:
+    """The command line of this example and of rlvr_math.py: ``rows_of`` gives training and held-out rows."""
+    args = parse(argv, out=Path("runs") / name)
+    try:
+        if args.model is None:
+            from rm_core.smollm2 import bundled_model_path
+
+            args.model = str(bundled_model_path())
+        with rm_client.RewardClient(args.server, api_key=args.api_key) as client:
+            reward_id = client.info().reward_id
+        if reward_id is None:
+            raise ValueError(f"{args.server}: /info states no reward_id, so the reward cannot be pinned")
+        args.out.mkdir(parents=True, exist_ok=True)
+        with rm_client.RewardClient(args.server, api_key=args.api_key, reward_id=reward_id) as client:
+            result = compare(args, client, reward_id, *rows_of(args), reference_column)
+    except (rm_client.RewardClientError, ValueError, OSError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+    return 0
+
+
+def demo_rows(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The prompts of --prompts and --held-out."""
+    files = (read_prompts(args.prompts, None), read_prompts(args.held_out, args.eval_prompts))
+    train_rows, held_out = ([{"prompt": prompt} for prompt in prompts] for prompts in files)
+    return train_rows, held_out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command("trl_grpo", argv, demo_rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

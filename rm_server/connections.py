@@ -1,0 +1,185 @@
+"""Connections: what uvicorn leaves unbounded. Endless headers, bodies that drip, callers who do not read, floods.
+
+Invariant: a connection that does not bring or take what it should within ``receive_seconds`` is closed, whatever state
+it is in; while a request is being scored, no time limit of this file runs. (Idle ones are closed by uvicorn itself.)
+"""
+
+import asyncio
+import logging
+import resource
+import ssl
+import uuid
+from pathlib import Path
+
+import h11
+import orjson
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rm_server.errors import MalformedBodyError, OverloadedError, ServerError
+from rm_server.settings import ServerSettings, SettingsError
+
+logger = logging.getLogger("rm_server")
+
+KEEP_ALIVE_SECONDS = 75
+"""Idle connections are kept this long: longer than the pools of httpx (5 s) and aiohttp (15 s) keep theirs, or a client
+would now and then send on a connection that is just being closed."""
+MAX_HEADER_BYTES = 32 * 1024
+RESERVED_FILES = 256
+"""Open files that are no connections: checkpoint, libraries, logs."""
+GOODBYE_SECONDS = 2.0
+BODY_SLACK_SECONDS = 1.0
+"""A body that is late is answered by the application first, and the connection closed after this."""
+
+
+def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn serves this application: its own limits, TLS, and no log of its own."""
+    return uvicorn.Config(
+        app,
+        http=bounded_protocol(settings.receive_seconds, settings.max_connections),
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.grace_seconds) + 5,
+    )
+
+
+def bounded_protocol(receive_seconds: float, max_connections: int) -> type[H11Protocol]:
+    """The HTTP protocol for ``uvicorn.Config(http=…)``, with these limits."""
+
+    class BoundedProtocol(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+        _timed: tuple[object, object] = (None, None)
+        _write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                self._refuse(
+                    "503 Service Unavailable", OverloadedError(f"{max_connections} connections are open, the limit", 1)
+                )
+            else:
+                self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            self.resume_writing()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if not self.transport.is_closing():
+                super().data_received(data)
+                self._watch()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch()
+            self._do_not_wait_for_goodbye()
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            self._do_not_wait_for_goodbye()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write_timer = self.loop.call_later(receive_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+                super().resume_writing()
+
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+                self.transport.abort()
+                return
+            self._refuse(
+                "400 Bad Request", MalformedBodyError("the request is not valid HTTP, or its headers are too long")
+            )
+
+        def _watch(self) -> None:
+            """Run the one timer that belongs to what the caller owes: headers, a body, or nothing."""
+            state = self.conn.their_state
+            owes = state is h11.SEND_BODY or (state is h11.IDLE and self.timeout_keep_alive_task is None)
+            if not owes or self.transport.is_closing():
+                self._stop()
+            elif self._timed != (state, self.cycle):
+                self._stop()
+                slack = BODY_SLACK_SECONDS if state is h11.SEND_BODY else 0.0
+                self._timer = self.loop.call_later(receive_seconds + slack, self.transport.abort)
+                self._timed = (state, self.cycle)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timed = None, (None, None)
+
+        def _do_not_wait_for_goodbye(self) -> None:
+            """A TLS connection that is closed waits 30 s for the caller's own end, and with it the whole server."""
+            if self.scheme == "https" and self.transport.is_closing():
+                is_sent = self.transport.get_write_buffer_size() == 0
+                then = self.transport.abort if is_sent else self._do_not_wait_for_goodbye
+                self.loop.call_later(GOODBYE_SECONDS, then)
+
+        def _refuse(self, status: str, error: ServerError) -> None:
+            """Answer without the application, in its form, and close."""
+            request_id = uuid.uuid4().hex
+            body = error.body()
+            body["error"]["request_id"] = request_id
+            content = orjson.dumps(body)
+            headers = {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(content)),
+                "Connection": "close",
+                "X-Request-ID": request_id,
+                **error.headers(),
+            }
+            lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+            self._stop()
+            self.transport.write("\r\n".join(lines).encode("ascii") + content)
+            self.transport.close()
+
+    return BoundedProtocol
+
+
+def check_tls(settings: ServerSettings) -> None:
+    """Refuse a certificate or key that cannot be used before anything is loaded. Raises SettingsError."""
+    if settings.ssl_certfile is None:
+        return
+    for name in (settings.ssl_certfile, settings.ssl_keyfile):
+        if name is not None:
+            try:
+                Path(name).open("rb").close()
+            except OSError as error:
+                raise SettingsError(f"{name}: cannot be read: {error.strerror or error}") from None
+    try:
+        # An encrypted key would ask for its password on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            settings.ssl_certfile, settings.ssl_keyfile, password=lambda: b""
+        )
+    except ssl.SSLError as error:
+        raise SettingsError(
+            f"{settings.ssl_keyfile or settings.ssl_certfile}: is not the unencrypted PEM key of the certificate "
+            f"{settings.ssl_certfile}, or that is none ({error.reason or 'cannot be parsed'})"
+        ) from None
+
+
+def raise_file_limit(max_connections: int) -> None:
+    """Let this process hold that many connections open, where the system's hard limit allows it; log where not."""
+    needed = max_connections + RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning(
+            "max_connections is %d, but this process may open %d files only (ulimit -n)", max_connections, allowed
+        )

@@ -1,0 +1,192 @@
+"""What an evaluation keeps of each pair: a few numbers in columns, never its texts or tokens.
+
+Invariant: a pair costs some sixty bytes, so that the pairs of a large set can pass through; the report is made from the
+columns alone.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rm_core.checkpoint import Measured
+from rm_train import metrics
+from rm_train.baselines import answer_length
+from rm_train.data import prompt_key
+from rm_train.encode import EncodedPair
+
+Floats = npt.NDArray[np.float64]
+
+
+class _Labels:
+    """A column of texts with few different values."""
+
+    def __init__(self) -> None:
+        self._codes = array("i")
+        self._names: dict[str | None, int] = {}
+
+    def add(self, value: str | None) -> None:
+        self._codes.append(self._names.setdefault(value, len(self._names)))
+
+    def values(self) -> list[str | None]:
+        names = list(self._names)
+        return [names[code] for code in self._codes]
+
+
+class EvalTable:
+    """Columns of evaluation pairs, in the order they were added."""
+
+    def __init__(self) -> None:
+        self.truncated = 0
+        self._prompts = array("Q")
+        self._numbers = {name: array("d") for name in ("chosen", "rejected", "chosen_length", "rejected_length")}
+        self._spread = {name: array("d") for name in ("chosen", "rejected", "margin")}
+        self._category, self._source = _Labels(), _Labels()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(
+        self,
+        item: EncodedPair,
+        chosen: float,
+        rejected: float,
+        heads: tuple[Floats, Floats] | None = None,
+    ) -> None:
+        """Keep the facts of one pair and its two rewards; ``heads`` are those of the single heads, [K] each."""
+        pair = item.pair
+        self.truncated += item.truncated
+        self._prompts.append(int(prompt_key(pair)[:16], 16))
+        lengths = answer_length(pair)
+        for name, value in zip(self._numbers, (chosen, rejected, *lengths), strict=True):
+            self._numbers[name].append(value)
+        if heads is not None:
+            for name, values in zip(self._spread, (*heads, heads[0] - heads[1]), strict=True):
+                self._spread[name].append(float(values.std()))
+        self._category.add(pair.category)
+        self._source.add(pair.source)
+
+    @property
+    def chosen(self) -> Floats:
+        """Rewards of the chosen answers, [N]."""
+        return np.array(self._numbers["chosen"])
+
+    @property
+    def rejected(self) -> Floats:
+        """Rewards of the rejected answers, [N]."""
+        return np.array(self._numbers["rejected"])
+
+    @property
+    def spread(self) -> tuple[Floats, Floats, Floats] | None:
+        """Standard deviation over the heads of chosen reward, rejected reward and margin, [N] each; None with one."""
+        chosen, rejected, margin = (np.array(column) for column in self._spread.values())
+        return (chosen, rejected, margin) if len(margin) == len(self) > 0 else None
+
+    @property
+    def lengths(self) -> tuple[Floats, Floats]:
+        """Characters of the chosen and of the rejected answers, [N] each."""
+        return np.array(self._numbers["chosen_length"]), np.array(self._numbers["rejected_length"])
+
+    @property
+    def prompts(self) -> list[str]:
+        """A name of each pair's prompt, [N]."""
+        return [f"{prompt:016x}" for prompt in self._prompts]
+
+    @property
+    def categories(self) -> list[str | None]:
+        return self._category.values()
+
+    @property
+    def sources(self) -> list[str | None]:
+        return self._source.values()
+
+
+def table_of(
+    encoded: Sequence[EncodedPair], chosen: Floats, rejected: Floats, heads: tuple[Floats, Floats] | None = None
+) -> EvalTable:
+    """The table of pairs that are all in memory; ``heads`` are the rewards of single heads, [N, K] each."""
+    table = EvalTable()
+    for index, item in enumerate(encoded):
+        both = None if heads is None else (heads[0][index], heads[1][index])
+        table.add(item, float(chosen[index]), float(rejected[index]), both)
+    return table
+
+
+def full_report(table: EvalTable) -> dict[str, Any]:
+    """Everything that ``rm-train eval`` prints and a checkpoint records, as plain JSON values."""
+    chosen, rejected = table.chosen, table.rejected
+    long_chosen, long_rejected = table.lengths
+    temperature = metrics.fit_temperature(chosen, rejected)
+    longer = metrics.accuracy(long_chosen, long_rejected)
+    return {
+        "pairs": len(table),
+        "truncated": table.truncated,
+        "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts)),
+        "longer_wins": longer,
+        "shorter_wins": 1.0 - longer,
+        "log_loss": metrics.log_loss(chosen, rejected),
+        "calibration": {
+            "temperature": temperature,
+            "log_loss": metrics.log_loss(chosen, rejected, temperature=temperature),
+            "expected_error": metrics.expected_calibration_error(chosen, rejected, temperature=temperature),
+            "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, temperature=temperature)],
+        },
+        "reward": asdict(metrics.summarise(chosen, rejected)),
+        "length": asdict(metrics.length_report(chosen, rejected, long_chosen, long_rejected)),
+        "by_category": _by(table.categories, chosen, rejected),
+        "by_source": _by(table.sources, chosen, rejected),
+        "by_length_difference": _by(_length_bands(long_chosen, long_rejected), chosen, rejected, ordered=False),
+        **({} if table.spread is None else {"heads": _heads_report(chosen, rejected, *table.spread)}),
+    }
+
+
+def _heads_report(
+    chosen: Floats, rejected: Floats, std_chosen: Floats, std_rejected: Floats, std_margin: Floats
+) -> dict[str, Any]:
+    """What the heads' disagreement says: it should be larger, for its margin, where the model is wrong."""
+    right = metrics.correctness(chosen, rejected)
+
+    def mean(values: Floats) -> float | None:
+        return float(values.mean()) if len(values) else None
+
+    sure = np.abs(chosen - rejected) / np.maximum(std_margin, 1e-12)
+    half = np.argsort(-sure, kind="stable")[: max(len(sure) // 2, 1)]
+    return {
+        "mean_std": float(np.concatenate([std_chosen, std_rejected]).mean()),
+        "margin_std_right": mean(std_margin[right == 1]),
+        "margin_std_wrong": mean(std_margin[right == 0]),
+        "accuracy_of_surer_half": float(right[half].mean()),
+        "accuracy_mean_minus_std": metrics.accuracy(chosen - std_chosen, rejected - std_rejected),
+    }
+
+
+def _by(keys: Sequence[str | None], chosen: Floats, rejected: Floats, *, ordered: bool = True) -> dict[str, Any]:
+    shares = metrics.accuracy_by(keys, chosen, rejected)
+    names = shares if ordered else [name for name in _BANDS if name in shares]
+    return {key: asdict(shares[key]) for key in names}
+
+
+_BANDS = ("chosen under half", "chosen shorter", "within 10 %", "chosen longer", "chosen over double")
+
+
+def _length_bands(chosen: Floats, rejected: Floats) -> list[str | None]:
+    """How the chosen answer's length compares with the rejected one's."""
+    longer = np.maximum(chosen, rejected)
+    near = np.abs(chosen - rejected) <= 0.1 * longer
+    places = np.select([near, 2 * chosen < rejected, chosen < rejected, chosen > 2 * rejected], [2, 0, 1, 4], default=3)
+    return [_BANDS[place] for place in places]
+
+
+def measured(table: EvalTable, extra: dict[str, Any] | None = None) -> Measured:
+    """What a checkpoint records of an evaluation."""
+    report = {**full_report(table), **(extra or {})}
+    return Measured(
+        reward_mean=report["reward"]["mean"],
+        reward_std=report["reward"]["std"],
+        temperature=report["calibration"]["temperature"],
+        num_eval=2 * len(table),
+        metrics=report,
+    )

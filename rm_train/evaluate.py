@@ -1,0 +1,110 @@
+"""``rm-train eval`` and ``rm-train compare``: models on the same data, as one report.
+
+Invariant: the data pass through, model by model; what is compared are the same rows in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+
+from rm_core.checkpoint import CheckpointError
+from rm_core.model import RewardModel
+from rm_train.best_of import BestOf, best_of_report, scores_of
+from rm_train.comparisons import compare_correctness, linear_map
+from rm_train.config import SourceConfig, parse_source
+from rm_train.console import ConsoleReporter
+from rm_train.data import draw, read_items
+from rm_train.eval_table import full_report
+from rm_train.evaluation import Evaluated, evaluate_stream
+from rm_train.metrics import correctness
+from rm_train.pairs import Pair
+from rm_train.rows import DataError
+from rm_train.sources import count_rows
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def evaluate_data(
+    model: RewardModel, data: Sequence[str], *, max_tokens: int, limit: int | None, reporter: ConsoleReporter
+) -> Evaluated:
+    """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError."""
+    sources = [SourceConfig.model_validate(parse_source(text)) for text in data]
+    counts = [count_rows(source) for source in sources]
+    about = None if limit is not None or None in counts else sum(count for count in counts if count is not None)
+    with reporter.count("scoring", about) as advance:
+        found = evaluate_stream(model, _items(sources, limit), max_tokens=max_tokens, progress=advance)
+    if not len(found.table) and not found.best_of:
+        raise DataError(", ".join(data), "holds no pairs")
+    if found.num_not_finite:
+        number = 2 * len(found.table) + sum(len(row.rewards) for row in found.best_of)
+        raise CheckpointError(f"{model.name}: {found.num_not_finite} of {number} rewards are NaN or infinite")
+    return found
+
+
+def _items(sources: Sequence[SourceConfig], limit: int | None) -> Iterator[Pair | BestOf]:
+    for source in sources:
+        if limit is None:
+            yield from read_items(source)
+        else:  # drawing needs to know them all
+            yield from draw(list(read_items(source)), limit, "eval")
+
+
+def report_of(model: RewardModel, found: Evaluated) -> dict[str, Any]:
+    """The whole report of one model, as plain JSON values."""
+    report: dict[str, Any] = {"reward_id": model.reward_id, "dtype": model.dtype}
+    if len(found.table):
+        report |= full_report(found.table)
+    if found.best_of:
+        report["best_of_n"] = best_of_report(found.best_of)
+    return report
+
+
+def compare(
+    paths: Sequence[str],
+    data: Sequence[str],
+    *,
+    dtype: Dtype,
+    max_tokens: int,
+    limit: int | None,
+    reporter: ConsoleReporter,
+) -> dict[str, Any]:
+    """Evaluate each model on the same rows and compare every later one with the first.
+
+    The result holds ``models`` (a report each) and ``comparisons``: paired difference of accuracy with interval and p
+    value, the same for best-of-N, and scale and offset that map the first model's rewards onto the other's.
+    """
+    models: list[dict[str, Any]] = []
+    found: list[Evaluated] = []
+    for path in paths:
+        model = RewardModel.load(path, dtype=dtype)
+        reporter.say(f"{path}: {model.reward_id}, {model.dtype}")
+        found.append(evaluate_data(model, data, max_tokens=max_tokens, limit=limit, reporter=reporter))
+        models.append({"model": path, **report_of(model, found[-1])})
+    comparisons = [
+        {"old": paths[0], "new": path, **_compared(found[0], other)}
+        for path, other in zip(paths[1:], found[1:], strict=True)
+    ]
+    return {"models": models, "comparisons": comparisons}
+
+
+def _compared(old: Evaluated, new: Evaluated) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if len(old.table):
+        result["pairs"] = asdict(
+            compare_correctness(
+                correctness(old.table.chosen, old.table.rejected),
+                correctness(new.table.chosen, new.table.rejected),
+                old.table.prompts,
+            )
+        )
+    if old.best_of:
+        where = [row.where for row in old.best_of]
+        result["best_of_n"] = asdict(compare_correctness(scores_of(old.best_of), scores_of(new.best_of), where))
+    result["rewards"] = asdict(linear_map(_all_rewards(old), _all_rewards(new)))
+    return result
+
+
+def _all_rewards(found: Evaluated) -> np.ndarray:
+    return np.concatenate([found.table.chosen, found.table.rejected, *(row.rewards for row in found.best_of)])

@@ -1,0 +1,25 @@
+"""Arguments and options that several commands of ``rm-train`` have in common.
+
+Invariant: an option has one name, one help text and one check, wherever it occurs.
+"""
+
+from typing import Annotated, Any
+
+import typer
+
+Data = Annotated[list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs.")]
+MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward pass.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
+
+
+def one_of(value: str, choices: tuple[str, ...], flag: str) -> Any:
+    """The value, where it is one of the choices; wrong usage otherwise."""
+    if value not in choices:
+        raise typer.BadParameter(f"must be {', '.join(choices[:-1])} or {choices[-1]}", param_hint=flag)
+    return value
+
+
+def dtype_of(name: str) -> Any:
+    """The value of ``--dtype``."""
+    return one_of(name, ("auto", "float32", "bfloat16"), "--dtype")

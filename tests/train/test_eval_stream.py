@@ -1,0 +1,250 @@
+"""Evaluation of files that pass through: pairs, best-of-N sets, and models beside each other."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rm_core.model import RewardModel
+from rm_train import evaluation as evaluation_module
+from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best_of
+from rm_train.data import read_items, read_pairs
+from rm_train.encode import encode_pairs
+from rm_train.eval_table import EvalTable, full_report, table_of
+from rm_train.evaluation import evaluate_stream, score_pairs
+from rm_train.rows import DataError, Row
+from rm_train.scoring import score_sequences
+from tests.conftest import make_checkpoint, save_base
+from tests.train.runs import chat_rows, text_rows, write_rows
+from tests.train.test_cli import run
+
+BEST: list[dict[str, Any]] = [
+    {"id": "0", "prompt": "Which? ", "chosen": ["this one"], "rejected": ["a", "b", "c"], "subset": "Facts"},
+    {"id": "1", "prompt": "Why? ", "chosen": ["so", "thus"], "rejected": ["x"], "subset": "Facts"},
+    {"id": "ref:7", "prompt": "A colour? ", "chosen": ["red"], "rejected": ["stone", "sky"], "subset": "Ties"},
+    {"id": "tied:7", "prompt": "A colour? ", "chosen": ["red", "blue"], "rejected": ["stone"], "subset": "Ties"},
+]
+
+
+def test_stream_gives_the_numbers_of_pairs_in_memory(
+    tiny_model: RewardModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of three, texts and chats mixed, K-wise rows among them."""
+    kwise = {"prompt": "rank? ", "completions": ["a", "bb", "ccc"], "ranks": [2, 1, 3]}
+    file = write_rows(tmp_path / "pairs.jsonl", [*text_rows(5), *chat_rows(3, seed=1), kwise])
+    pairs = list(read_pairs(str(file)))
+    encoded = encode_pairs(pairs, tiny_model.renderer, tiny_model.max_length)
+    rewards = score_pairs(tiny_model, encoded, max_tokens=512)
+    whole = table_of(encoded, rewards.chosen, rewards.rejected)
+    monkeypatch.setattr(evaluation_module, "_CHUNK", 3)
+    counted: list[int] = []
+    found = evaluate_stream(tiny_model, read_items(str(file)), max_tokens=64, progress=counted.append)
+    assert sum(counted) == len(pairs) == len(found.table)
+    np.testing.assert_allclose(found.table.chosen, whole.chosen, atol=1e-4)
+    assert full_report(found.table)["by_source"] == full_report(whole)["by_source"]
+    assert full_report(found.table)["accuracy"] == full_report(whole)["accuracy"]
+
+
+def test_table_keeps_numbers_and_no_texts(tiny_model: RewardModel) -> None:
+    """Ten thousand pairs in less than a megabyte, whatever their length."""
+    import tracemalloc
+
+    from rm_train.encode import EncodedPair
+    from rm_train.pairs import Pair
+
+    pair = Pair("q", "long " * 10_000, "b", category="c", source="s")
+    tracemalloc.start()
+    table = EvalTable()
+    for _ in range(10_000):
+        table.add(EncodedPair([1] * 50_000, [2], True, pair), 1.0, 0.0)
+        if len(table) == 1:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+        if len(table) > 200:
+            break
+    for _ in range(9_800):
+        table._prompts.append(0)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 1_000_000
+    assert table.truncated == 201
+
+
+def test_scores_come_back_in_order_whatever_the_budget(tiny_model: RewardModel) -> None:
+    sequences = [[1 + (7 * i) % 11] * (1 + (i * 5) % 17) for i in range(40)]
+    alone = [float(tiny_model.score_ids([ids])[0]) for ids in sequences]
+    for budget in (16, 64, 4096):
+        counted: list[int] = []
+        found = score_sequences(tiny_model, sequences, max_tokens=budget, progress=counted.append)
+        np.testing.assert_allclose(found, alone, atol=1e-4)
+        assert sum(counted) == len(sequences)
+
+
+def test_accuracy_by_length_difference(tiny_model: RewardModel) -> None:
+    from rm_train.encode import EncodedPair
+    from rm_train.pairs import Pair
+
+    table = EvalTable()
+    for chosen, rejected, right in ((10, 30, 1), (10, 15, 0), (100, 99, 1), (15, 10, 0), (30, 10, 1)):
+        pair = Pair("q", "x" * chosen, "y" * rejected)
+        table.add(EncodedPair([1], [2], False, pair), float(right), 0.5)
+    bands = full_report(table)["by_length_difference"]
+    assert {name: share["accuracy"] for name, share in bands.items()} == {
+        "chosen under half": 1.0,
+        "chosen shorter": 0.0,
+        "within 10 %": 1.0,
+        "chosen longer": 0.0,
+        "chosen over double": 1.0,
+    }
+
+
+# ------------------------------------------------------------------ best of N
+
+
+def test_lists_of_answers_are_best_of_n_and_lists_of_messages_are_not() -> None:
+    message = {"role": "assistant", "content": "a"}
+    assert is_best_of({"chosen": ["a"], "rejected": ["b"]}, {})
+    assert is_best_of({"chosen": [[message]], "rejected": "b"}, {})
+    assert not is_best_of({"chosen": [message], "rejected": [message]}, {})
+    assert not is_best_of({"chosen": "a", "rejected": "b"}, {})
+    row = read_best_of(
+        Row("f:1", {"prompt": [{"role": "user", "content": "q"}], "chosen": ["a"], "rejected": ["b"]}), {}
+    )
+    assert row.answers == (({"role": "assistant", "content": "a"},), ({"role": "assistant", "content": "b"},))
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "q", "chosen": ["a"], "rejected": []}, "rejected: needs at least one answer"),
+        ({"prompt": "q", "chosen": ["a"]}, "rejected: is missing"),
+        ({"prompt": "q", "chosen": ["a"], "rejected": [3]}, r"rejected\[0\]: must be text"),
+        ({"prompt": "q", "chosen": ["a"], "rejected": [[{"role": "assistant", "content": "b"}]]}, "mixes text and"),
+    ],
+)
+def test_wrong_best_of_n_row_is_named(row: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError, match=rf"^f:1: .*{named}"):
+        read_best_of(Row("f:1", row), {})
+
+
+def test_best_of_n_rows_are_no_training_pairs(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "best.jsonl", [*text_rows(1), BEST[0]])
+    with pytest.raises(DataError, match=r"best\.jsonl:2: chosen: holds a list of answers"):
+        list(read_pairs(str(file)))
+
+
+def scored(rewards: list[float], num_right: int, subset: str | None = None, id_: str = "0") -> ScoredBestOf:
+    return ScoredBestOf(np.array(rewards), num_right, subset, id_, f"f:{id_}", False)
+
+
+def test_best_of_n_report_by_subset() -> None:
+    """Facts: right, then a tie of the right with one wrong answer (1/2). Maths: wrong. Mean of subsets (3/4 + 0)/2."""
+    rows = [
+        scored([3.0, 1.0, 2.0], 1, "Facts", "0"),
+        scored([3.0, 3.0, 2.0], 1, "Facts", "1"),
+        scored([0.0, 1.0], 1, "Maths", "2"),
+    ]
+    report = best_of_report(rows)
+    assert report["accuracy"]["value"] == pytest.approx(0.5)
+    assert report["by_subset"] == {"Facts": {"score": 0.75, "prompts": 2}, "Maths": {"score": 0.0, "prompts": 1}}
+    assert report["mean_of_subsets"] == pytest.approx(0.375)
+
+
+def test_ties_couples_must_be_whole() -> None:
+    """A gap of 2 with a spread of 0.5 on both sides: 0.3 + 0.3 + 0.2 + 0.2 + 0.01·tanh(2/0.5 - 1)."""
+    couple = [scored([3.0, 1.0], 1, "Ties", "ref:7"), scored([3.5, 3.0, 1.0], 2, "Ties", "tied:7")]
+    report = best_of_report(couple)
+    assert report["by_subset"]["Ties"]["score"] == pytest.approx(1.0 + 0.01 * math.tanh(3))
+    assert "accuracy" not in report
+    with pytest.raises(DataError, match="only ref:7"):
+        best_of_report(couple[:1])
+    with pytest.raises(DataError, match="is called ref:N or tied:N, not '3'"):
+        best_of_report([scored([1.0, 0.0], 1, "Ties", "3")])
+
+
+def test_eval_takes_pairs_and_best_of_n_rows_of_one_file(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rows(tmp_path / "both.jsonl", [*text_rows(4), *BEST])
+    code, out, err = run(capsys, "eval", tiny_checkpoint, file, "--dtype", "float32", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["pairs"] == 4
+    assert report["best_of_n"]["prompts"] == 4
+    assert set(report["best_of_n"]["by_subset"]) == {"Facts", "Ties"}
+    model = RewardModel.load(str(tiny_checkpoint), dtype="float32")
+    ids = [model.renderer.render("Which? ", answer) for answer in ("this one", "a", "b", "c")]
+    first = model.score_ids(ids)
+    code, out, _ = run(capsys, "eval", tiny_checkpoint, write_rows(tmp_path / "one.jsonl", BEST[:1]))
+    assert code == 0
+    assert "best-of-N accuracy" in out
+    assert f"{float(first[0] > first[1:].max()):.3f}" in out
+
+
+# ------------------------------------------------------------------ compare
+
+
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("other")
+    return make_checkpoint(directory / "checkpoint", save_base(directory / "base", num_hidden_layers=3))
+
+
+def test_compare_of_a_model_with_itself_finds_no_difference(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rows(tmp_path / "pairs.jsonl", [*text_rows(10), *BEST])
+    code, out, err = run(capsys, "compare", tiny_checkpoint, tiny_checkpoint, file, "--dtype", "float32", "--json")
+    assert code == 0, err
+    (found,) = json.loads(out)["comparisons"]
+    assert found["pairs"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert (found["pairs"]["p_value"], found["best_of_n"]["difference"]["value"]) == (1.0, 0.0)
+    assert found["rewards"]["scale"] == pytest.approx(1.0, abs=1e-6)
+    assert found["rewards"]["offset"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_compare_maps_the_rewards_of_one_model_onto_the_other(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second model is the first with its head three times as large: scale 3, offset 0, the same accuracy."""
+    from safetensors.torch import load_file, save_file
+
+    scaled = tmp_path / "scaled"
+    shutil.copytree(tiny_checkpoint, scaled)
+    (scaled / "reward_model.json").unlink()
+    weights = load_file(scaled / "adapter_model.safetensors")
+    save_file(
+        {name: value * 3 if "score" in name else value for name, value in weights.items()},
+        scaled / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    shutil.copytree(tiny_checkpoint, tmp_path / "plain")
+    (tmp_path / "plain" / "reward_model.json").unlink()  # both then end their texts as the template does
+    file = write_rows(tmp_path / "pairs.jsonl", text_rows(12))
+    code, out, err = run(capsys, "compare", tmp_path / "plain", scaled, file, "--dtype", "float32", "--json")
+    assert code == 0, err
+    (found,) = json.loads(out)["comparisons"]
+    assert found["rewards"]["scale"] == pytest.approx(3.0, rel=1e-4)
+    assert found["rewards"]["offset"] == pytest.approx(0.0, abs=1e-3)
+    assert found["rewards"]["correlation"] == pytest.approx(1.0, abs=1e-6)
+    assert found["pairs"]["difference"]["value"] == 0.0
+
+
+def test_compare_takes_further_models_and_prints_a_table(
+    tiny_checkpoint: Path, other_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rows(tmp_path / "pairs.jsonl", text_rows(12))
+    arguments = ["compare", tiny_checkpoint, other_checkpoint, file, "--also", tiny_checkpoint, "--dtype", "float32"]
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    assert out.count("difference in accuracy") == 2
+    assert out.count("new reward ≈") == 2
+    result = json.loads(run(capsys, *arguments, "--json")[1])
+    first, second, third = result["models"]
+    assert first["reward_id"] == third["reward_id"] != second["reward_id"]
+    difference = result["comparisons"][0]["pairs"]["difference"]["value"]
+    assert difference == pytest.approx(second["accuracy"]["value"] - first["accuracy"]["value"])
