@@ -47,8 +47,8 @@ def split_by_tokens(
 ) -> list[list[Item]]:
     """Cut items into micro-batches whose ``cost`` is at most ``max_tokens``.
 
-    Items of one ``prompt`` stand together, as they share it. Those of like ``size`` share a micro-batch, longest first, so
-    that padding is small and running out of memory shows in the first pass. An item that alone costs more than the
+    Items of one ``prompt`` stand together, as they share it. Those of like ``size`` share a micro-batch, longest first,
+    so that padding is small and running out of memory shows in the first pass. An item that alone costs more than the
     budget gets a micro-batch of its own.
     """
     batches: list[list[Item]] = []

@@ -87,7 +87,7 @@ def test_short_form_of_a_source_may_name_a_split(tmp_path: Path) -> None:
         ("train: {learning_rat: 1}", "train.learning_rat: unknown key; did you mean train.learning_rate?"),
         ("learning_rate: 1", "learning_rate: unknown key; did you mean head.learning_rate or train.learning_rate?"),
         ("trian: {}", "trian: unknown key; did you mean train?"),
-        ("head: {xyz: 1}", "head.xyz: unknown key; known here: learning_rate, init_scale"),
+        ("head: {xyz: 1}", "head.xyz: unknown key; known here: count, learning_rate, init_scale"),
         ("train: {epochs: many}", "train.epochs: must be a valid integer"),
         ("loss: {centering: -1}", "loss.centering: must be greater than or equal to 0, not -1"),
         ("train: {schedule: step}", "train.schedule: must be 'linear', 'cosine' or 'constant', not 'step'"),
