@@ -1,5 +1,5 @@
 # make demo    from nothing: environment, training, evaluation, server, scored answers
-# make test    environment and all tests
+# make test    environment and all tests but the longest
 #
 # With another interpreter: make test PYTHON=python3.12. With plain pip instead of uv: make test INSTALLER=pip.
 
@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format docs clean
+.PHONY: help setup demo test test-fast test-long lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -19,11 +19,14 @@ setup: ## make or refresh the environment in .venv; returns at once when nothing
 demo: setup ## train on the demo pairs, evaluate, serve, score a group of answers
 	@$(BIN)/python examples/demo.py
 
-test: setup ## environment and all tests
-	$(BIN)/python -m pytest
+test: setup ## environment and all tests but the longest
+	$(BIN)/python -m pytest -m "not long"
 
 test-fast: setup ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
+
+test-long: setup ## the tests that take minutes each: thousands of sequences, real models
+	$(BIN)/python -m pytest -m long
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -332,6 +332,7 @@ def test_a_cached_prefix_serves_every_kind_of_follower(subject: Subject) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_2000_sequences_keep_their_rewards_in_every_way_of_computing_them(family: str, tmp_path: Path) -> None:
     subject = subject_of(family, 2000, tmp_path / family)
@@ -504,7 +505,7 @@ FEW = ["llama", "qwen2 with one windowed layer", "qwen3", "mistral with a long w
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FUSED]
+    "name", [name if name in FEW else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in FUSED]
 )
 def test_bfloat16_by_compiled_kernels_is_as_close_to_fp32(name: str, tmp_path: Path) -> None:
     """Two threads too: rows are divided among them."""
@@ -603,7 +604,10 @@ def check_bfloat16_gradients(family: str, changes: dict[str, Any], folder: Path,
         "llama",
         "qwen2",
         "mistral",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama with biases", "qwen3", "smollm3", "seed_oss")),
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
+            for name in ("llama with biases", "qwen3", "smollm3", "seed_oss")
+        ),
     ],
 )
 def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_peft(name: str, tmp_path: Path) -> None:
@@ -611,6 +615,7 @@ def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_peft(name: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_200_real_answers_of_smollm2_keep_their_rewards(
     smollm2: Path, shared_data: Callable[[str], Path], tmp_path: Path
 ) -> None:

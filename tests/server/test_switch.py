@@ -82,7 +82,7 @@ def loader(renderer: Any) -> Load:
     return lambda settings, checkpoint: Other(renderer, float(checkpoint))
 
 
-@pytest.mark.parametrize("num_swaps", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_swaps", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.long])])
 async def test_swap_under_load_back_and_forth_loses_nothing_and_every_answer_fits_the_reward_id_it_names(
     fake: Any, admin_keys: Keys, num_swaps: int
 ) -> None:
