@@ -8,6 +8,7 @@ Invariant: whatever happens, each request's every item is settled exactly once, 
 """
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import math
@@ -398,4 +399,5 @@ def _step_back() -> None:
     """Let the forward have the cores: what is tokenised now waits for its end anyway, and a product's threads wait for
     the slowest of them. Linux gives each thread a priority of its own."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        with contextlib.suppress(OSError):  # a container may forbid it; nothing depends on it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
