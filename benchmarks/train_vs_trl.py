@@ -158,7 +158,11 @@ def run_ours(folder: Path, base: Path, train: Sequence[Pair], held_out: Sequence
     peak, seconds = run_process(command, common.cpu_environment(arguments.threads), folder / "ours.log")
     run = folder / "runs" / run_name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line and "seconds" in line]
+    steps, before = [], 0.0
+    for line in lines:
+        if "loss" in line and "seconds" in line:  # the metrics file counts from the start of training
+            steps.append({**line, "seconds": line["seconds"] - before})
+            before = line["seconds"]
     rewards = score_held_out(run / "checkpoint", held_out, arguments) if held_out else []
     return Run(steps, peak, seconds, rewards)
 
