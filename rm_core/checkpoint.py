@@ -11,25 +11,24 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rm_core.chat import Renderer, RenderingRules, sha256_of, tokenizer_hash
+from rm_core.golden import Golden, find_drift, measure_golden
 from rm_core.loading import Source, head_tensor_names
 from rm_core.model_card import CARD_FILE, model_card
 from rm_core.reward_heads import hash_heads
-from rm_core.weights import hash_tensors
+from rm_core.weights import count_parameters, hash_tensors
 
 if TYPE_CHECKING:
     from rm_core.model import RewardModel
 
 RECORD_FILE = "reward_model.json"
 SCHEMA_VERSION = 1
-_GOLDEN = Path(__file__).with_name("golden.json")
 
 
 class CheckpointError(ValueError):
@@ -60,22 +59,6 @@ class BaseModelName(_Section):
 
     name: str
     revision: str | None = None
-
-
-class GoldenScore(_Section):
-    """One shipped conversation with the reward that the trainer computed for it in fp32."""
-
-    name: str
-    ids_sha256: str
-    num_tokens: int
-    reward: float
-
-
-class Golden(_Section):
-    """The golden scores and how far a loaded model may be from them, per dtype, in reward units."""
-
-    tolerance: dict[str, float]
-    scores: list[GoldenScore]
 
 
 class CheckpointRecord(_Section):
@@ -200,39 +183,8 @@ def verify_identity(
 
 def verify_golden(record: CheckpointRecord, model: "RewardModel", directory: Path) -> None:
     """Recompute the golden scores and raise CheckpointError where ids or rewards drifted."""
-    tolerance = record.golden.tolerance.get(model.dtype)
-    conversations = dict(golden_ids(model.renderer, model.max_length))
-    # A later version may drop a conversation; the others still guard.
-    scores = [expected for expected in record.golden.scores if expected.name in conversations]
-    for expected in scores:
-        ids = conversations[expected.name]
-        if _hash_ids(ids) != expected.ids_sha256:
-            raise CheckpointError(
-                f"{directory}: golden conversation {expected.name!r} gives {len(ids)} other token ids than the "
-                f"{expected.num_tokens} recorded: renderer, tokenizer or template changed"
-            )
-    rewards = model.score_ids([conversations[expected.name] for expected in scores])
-    for expected, reward in zip(scores, map(float, rewards), strict=True):
-        if tolerance is not None and not abs(reward - expected.reward) <= tolerance:
-            raise CheckpointError(
-                f"{directory}: golden conversation {expected.name!r} scores {reward:.6g} instead of "
-                f"{expected.reward:.6g} (allowed in {model.dtype}: {tolerance:.2g}): the forward pass, a library or "
-                "the weights changed"
-            )
-
-
-def golden_ids(renderer: Renderer, max_length: int) -> list[tuple[str, list[int]]]:
-    """The shipped conversations that fit the context, as ids; for a model without a chat template, as plain text."""
-    rendered = []
-    for entry in json.loads(_GOLDEN.read_text(encoding="utf-8")):
-        messages = entry["messages"]
-        if renderer.rules.chat_template is None:
-            ids = renderer.render_text("\n".join(message["content"] for message in messages), text_as="raw")
-        else:
-            ids = renderer.render_conversation(messages)
-        if len(ids) <= max_length:
-            rendered.append((entry["name"], ids))
-    return rendered
+    if (drift := find_drift(record.golden, model)) is not None:
+        raise CheckpointError(f"{directory}: golden conversation {drift}")
 
 
 def write_checkpoint(
@@ -246,7 +198,7 @@ def write_checkpoint(
     """Write weights, tokenizer and record under a temporary name, then rename.
 
     ``measure`` and the golden scores see the files just written, loaded again in fp32, so both vouch for what a server
-    will load.
+    will load; on the CPU where the GPU has no room for them beside the model that was trained.
     """
     from rm_core.model import RewardModel
 
@@ -256,14 +208,22 @@ def write_checkpoint(
     try:
         model.save_weights(staging)
         staging.chmod(0o755)
+        weights = count_parameters(staging)
+        if model.kind == "adapter":
+            weights += count_parameters(model.base.directory)
         reloaded = RewardModel.load(
-            str(staging), dtype="float32", verify=False, base=model.base, rules=model.renderer.rules
+            str(staging),
+            dtype="float32",
+            device=device_for_measuring(weights),
+            verify=False,
+            base=model.base,
+            rules=model.renderer.rules,
         )
         record = describe(
             reloaded,
             measure(reloaded),
             base=model.base,
-            trained_in={"dtype": model.dtype, "quantization": model.quantization, "device": model.device.type},
+            trained_in={"dtype": model.dtype, "quantization": model.quantization, "device": model.compute.device.type},
             training_length=training_length,
             data=data or {},
         )
@@ -273,6 +233,17 @@ def write_checkpoint(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return record
+
+
+def device_for_measuring(num_weights: int) -> str:
+    """The CPU where a GPU has no room for so many weights in fp32, and some activations, beside what it holds."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return "auto" if 1.2 * 4 * num_weights < free else "cpu"
 
 
 def describe(
@@ -303,7 +274,7 @@ def describe(
         versions=library_versions(),
         git_revision=_git_revision(),
         created=datetime.datetime.now(datetime.timezone.utc),
-        golden=_measure_golden(reloaded, measured.reward_std),
+        golden=measure_golden(reloaded, measured.reward_std),
     )
 
 
@@ -347,32 +318,6 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _measure_golden(reloaded: "RewardModel", reward_std: float) -> Golden:
-    """fp32 golden scores of a model loaded in fp32, and the tolerance per dtype."""
-    conversations = golden_ids(reloaded.renderer, reloaded.max_length)
-    exact = _score_each(reloaded, [ids for _, ids in conversations])
-    # Other machines and library versions sum in another order; ten times the bound between batches covers that.
-    tolerance = {"float32": 1e-3 * max(reward_std, 1.0)}
-    if reloaded.network.is_decoder:
-        reloaded.to_dtype("bfloat16")
-        rounded = _score_each(reloaded, [ids for _, ids in conversations])
-        # bf16 error is a property of model and text; four times the worst seen leaves room for other kernels.
-        tolerance["bfloat16"] = max(4 * float(np.abs(rounded - exact).max()), 0.02 * max(reward_std, 1.0))
-    scores = [
-        GoldenScore(name=name, ids_sha256=_hash_ids(ids), num_tokens=len(ids), reward=float(reward))
-        for (name, ids), reward in zip(conversations, exact, strict=True)
-    ]
-    return Golden(tolerance=tolerance, scores=scores)
-
-
-def _score_each(model: "RewardModel", sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.concatenate([model.score_ids([ids]) for ids in sequences])
-
-
-def _hash_ids(ids: Sequence[int]) -> str:
-    return sha256_of(np.asarray(ids, dtype="<i8").tobytes())
 
 
 def _git_revision() -> str | None:

@@ -56,16 +56,15 @@ class FusedTrainer:
             delta = _project(attended, layer.out)
             residual, hidden = _AddNorm.apply(residual, delta, layer.mlp_norm, layer.eps, library)  # type: ignore[no-untyped-call]
             gate_up = _project(hidden, layer.gate_up)
-            adapter = layer.down.adapter() or (None, None)
-            delta = _Down.apply(gate_up, layer.down, *adapter, library)  # type: ignore[no-untyped-call]
+            delta = _project(gate_up, layer.down, library)
         assert delta is not None, "this is a bug: a model without layers"
         return self._decoder.end(residual + delta)
 
 
-def _project(x: torch.Tensor, projection: Projection) -> torch.Tensor:
-    """bf16 [N, in] to [N, out], adapter included."""
+def _project(x: torch.Tensor, projection: Projection, library: ctypes.CDLL | None = None) -> torch.Tensor:
+    """bf16 [N, in] to [N, out], adapter included; with a ``library``, bf16 [N, 2 in] is activated first."""
     adapter = projection.adapter() or (None, None)
-    out: torch.Tensor = _Product.apply(x, projection, *adapter)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Product.apply(x, projection, *adapter, library)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -93,14 +92,22 @@ def _backward_product(
 
 
 class _Product(torch.autograd.Function):
+    """A projection with its adapter, of ``x``; with a ``library``, of the activation of ``x`` = [gate, up], which the
+    backward pass computes again instead of keeping it."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, projection: Projection, a: torch.Tensor | None, b: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        projection: Projection,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        library: ctypes.CDLL | None,
     ) -> torch.Tensor:
         a, b = _in_bf16(a), _in_bf16(b)
-        out, inner = _forward_product(x, projection, a, b)
+        out, inner = _forward_product(x if library is None else _activate(x, library), projection, a, b)
         ctx.save_for_backward(x, a, b, inner)
-        ctx.projection = projection
+        ctx.projection, ctx.library = projection, library
         return out
 
     @staticmethod
@@ -108,45 +115,30 @@ class _Product(torch.autograd.Function):
         x, a, b, inner = ctx.saved_tensors
         grad = grads[0].contiguous()
         grad_x, grad_inner = _backward_product(grad, ctx.projection, a, b)
+        if ctx.library is not None:
+            x, grad_x = _activate_backward(x, grad_x, ctx.library)
         if grad_inner is None:
-            return grad_x, None, None, None
-        return grad_x, None, torch.mm(grad_inner.t(), x).float(), torch.mm(grad.t(), inner).float()
+            return grad_x, None, None, None, None
+        return grad_x, None, torch.mm(grad_inner.t(), x).float(), torch.mm(grad.t(), inner).float(), None
 
 
-class _Down(torch.autograd.Function):
-    """The activation and the product behind it; the activation is computed again instead of being kept."""
+def _activate(gate_up: torch.Tensor, library: ctypes.CDLL) -> torch.Tensor:
+    """SiLU(gate) · up, bf16 [N, I], of bf16 [N, 2I]."""
+    activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    library.silu_mul(gate_up.data_ptr(), activated.data_ptr(), *activated.shape, torch.get_num_threads())
+    return activated
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gate_up: torch.Tensor,
-        projection: Projection,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
-        library: ctypes.CDLL,
-    ) -> torch.Tensor:
-        a, b = _in_bf16(a), _in_bf16(b)
-        activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-        library.silu_mul(gate_up.data_ptr(), activated.data_ptr(), *activated.shape, torch.get_num_threads())
-        out, inner = _forward_product(activated, projection, a, b)
-        ctx.save_for_backward(gate_up, a, b, inner)
-        ctx.projection, ctx.library = projection, library
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate_up, a, b, inner = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_activated, grad_inner = _backward_product(grad, ctx.projection, a, b)
-        activated, grad_gate_up = torch.empty_like(grad_activated), torch.empty_like(gate_up)
-        ctx.library.silu_mul_backward(
-            gate_up.data_ptr(), grad_activated.data_ptr(), grad_gate_up.data_ptr(), activated.data_ptr(),
-            *activated.shape, torch.get_num_threads(),
-        )  # fmt: skip
-        if grad_inner is None:
-            return grad_gate_up, None, None, None, None
-        grad_a, grad_b = torch.mm(grad_inner.t(), activated).float(), torch.mm(grad.t(), inner).float()
-        return grad_gate_up, None, grad_a, grad_b, None
+def _activate_backward(
+    gate_up: torch.Tensor, grad: torch.Tensor, library: ctypes.CDLL
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation again, and the gradient of ``gate_up`` from that of the activation."""
+    activated, grad_gate_up = torch.empty_like(grad), torch.empty_like(gate_up)
+    library.silu_mul_backward(
+        gate_up.data_ptr(), grad.data_ptr(), grad_gate_up.data_ptr(), activated.data_ptr(),
+        *activated.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return activated, grad_gate_up
 
 
 class _AddNorm(torch.autograd.Function):

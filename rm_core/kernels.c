@@ -22,6 +22,10 @@ static const float MASKED = -0x1p100f;
 /* Linux gives a process the AMX tiles only after it asks for them. 0 where it may use them. */
 int allow_amx(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */); }
 
+/* How many threads the calling thread's parallel loops and torch's get, from now on; of no other thread. */
+void omp_set_num_threads(int threads);
+void use_threads(int threads) { omp_set_num_threads(threads); }
+
 /* ------------------------------------------------------------------ vectors of 16 */
 
 static inline __m512 load_bf16(const bf16 *p) {

@@ -30,6 +30,7 @@ _COMPILE_SECONDS = 120
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
+    "use_threads": [_int],
     "add_rms_norm": [*[_pointer] * 3, _float, _pointer, _pointer, _long, _long, _int],
     "silu_mul": [_pointer, _pointer, _long, _long, _int],
     "rms_norm_backward": [_pointer, _pointer, _float, *[_pointer] * 4, _long, _long, _int],

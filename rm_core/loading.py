@@ -201,13 +201,14 @@ def _continue_adapter(classifier: Any, start: Source) -> None:
                 f"{start.name}: was trained with {name} {getattr(old, name)}, the lora section says "
                 f"{getattr(new, name)}; training goes on with the same adapter only"
             )
-    stored = {name: read_tensor(start.directory, name) for name in tensor_names(start.directory)}
+    found = {name: read_tensor(start.directory, name) for name in tensor_names(start.directory)}
+    stored = {name: tensor for name, tensor in found.items() if tensor is not None}
     expected = get_peft_model_state_dict(classifier)
     if odd := sorted(set(stored) ^ set(expected)):
         where = "only the lora section asks for" if odd[0] in expected else "the lora section does not ask for"
         raise LoadError(f"{start.name}: {where} {odd[0]!r}; training goes on with the same lora.target_modules only")
     for name, tensor in expected.items():
-        if stored[name].shape != tensor.shape:  # type: ignore[union-attr]
+        if stored[name].shape != tensor.shape:
             raise LoadError(f"{start.name}: {name!r} has another shape than the lora section gives")
     set_peft_model_state_dict(classifier, stored)
 

@@ -23,6 +23,7 @@ from rm_core.checkpoint import (
     verify_identity,
 )
 from rm_core.hardware import Compute, DtypeName, choose_compute
+from rm_core.lanes import Lanes
 from rm_core.loading import (
     LoadError,
     Source,
@@ -35,10 +36,12 @@ from rm_core.loading import (
     locate,
 )
 from rm_core.network import RewardNetwork, UnsupportedModelError
-from rm_core.passes import Scored, score_in_passes, score_padded
+from rm_core.padded_passes import score_padded
+from rm_core.passes import Scored, score_in_passes
 from rm_core.prefix_cache import PrefixCache
 from rm_core.reward_heads import as_mean, check_mean, read_heads, write_heads
 from rm_core.smollm2 import BundledModelError
+from rm_core.token_reads import TokenReads
 from rm_core.weights import WeightsError, count_parameters
 
 
@@ -68,6 +71,7 @@ class RewardModel:
         self.quantization: str | None = None
         """How the base was stored while training; a loaded checkpoint is never quantised."""
         self._hashes = hashes
+        self._lanes = Lanes()
         config = network.base.config.get_text_config()
         limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
         # tokenizers without a limit say 10^30
@@ -166,6 +170,8 @@ class RewardModel:
             )  # fmt: skip
         except (LoadError, WeightsError, BundledModelError, UnsupportedModelError) as error:
             raise CheckpointError(str(error)) from error
+        if not network.is_decoder:
+            compute = _fp32(compute)
         network.to(compute.device)
         network.check_tree(fuse="training")
         kind: Literal["adapter", "model"] = "model" if lora is None else "adapter"
@@ -186,18 +192,17 @@ class RewardModel:
 
     def to_dtype(self, dtype: str) -> None:
         """Compute the backbone in this dtype from now on; the head stays fp32, and so do encoders as a whole."""
-        target = getattr(torch, dtype) if self.network.is_decoder else torch.float32
+        target = getattr(torch, dtype)
         self.network.unfuse("its dtype was changed")
         if self.network.is_decoder:
             # Weights only: rotary frequencies are buffers; in bf16 they would turn the 500th token by half a radian.
             for parameter in self.network.backbone.parameters():
                 parameter.data = parameter.data.to(target)
         self.network.fp32_head()
-        if target != self.compute.dtype:
-            reason = (
-                self.compute.reason if self.network.is_decoder else "float32: encoders are computed in it as a whole"
-            )
-            self.compute = Compute(self.compute.device, target, reason)
+        if not self.network.is_decoder:
+            self.compute = _fp32(self.compute)
+        elif target != self.compute.dtype:
+            self.compute = Compute(self.compute.device, target, self.compute.reason)
 
     # ------------------------------------------------------------------ scoring
 
@@ -209,22 +214,34 @@ class RewardModel:
         return self.score_batch(sequences).rewards
 
     def score_batch(
-        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: PrefixCache | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+        cache: PrefixCache | None = None,
+        read_from: Sequence[int | None] | None = None,
     ) -> Scored:
         """Rewards and what they cost, in forward passes of at most ``max_tokens`` tokens after sharing (None: in one).
 
         ``cache`` is used and filled where prefixes are shared. A model without sharing takes padded rows, and a
-        sequence longer than the budget a pass of its own. Raises ValueError for an empty sequence.
+        sequence longer than the budget a pass of its own. ``read_from``: for each sequence the place from which on the
+        reward is wanted at every token (``Scored.token_rewards``), or None. Raises ValueError for an empty sequence, a
+        place outside of its sequence, and for ``read_from`` where ``token_rewards_off`` says why not.
         """
         if not all(len(ids) for ids in sequences):
             raise ValueError("an empty sequence has no reward")
         if not sequences:
             return Scored(np.zeros(0, dtype=np.float32), np.zeros(0), 0)
         budget = max_tokens or 2**62
+        if read_from is not None and self.token_rewards_off is not None:
+            raise ValueError(f"read_from: {self.token_rewards_off}")
+        reads = TokenReads(sequences, read_from) if read_from is not None else None
         with torch.inference_mode():
+            if self.network.scores_in_lanes and reads is None:
+                return self._lanes.score(self.network, sequences, budget, cache)
             if self.sharing_off is None:
-                return score_in_passes(self.network, sequences, budget, cache)
-            return score_padded(self.network, sequences, budget)
+                return score_in_passes(self.network, sequences, budget, cache, reads)
+            return score_padded(self.network, sequences, budget, reads)
 
     # ------------------------------------------------------------------ memory
 
@@ -267,6 +284,11 @@ class RewardModel:
         return self.network.tree_off
 
     @property
+    def token_rewards_off(self) -> str | None:
+        """Why no reward can be read at the single tokens (the reason in words), or None where it can."""
+        return None if self.network.is_decoder else "an encoder reads the whole text for its one reward"
+
+    @property
     def device(self) -> torch.device:
         return self.network.device
 
@@ -298,6 +320,13 @@ def count_weights(path: str) -> tuple[int, Literal["adapter", "model"]]:
         return count_parameters(_base_of(source).directory) + count_parameters(source.directory), kind
     except (LoadError, WeightsError, BundledModelError) as error:
         raise CheckpointError(str(error)) from error
+
+
+def _fp32(compute: Compute) -> Compute:
+    """Encoders are computed in fp32 as a whole, for their head is inside their own forward."""
+    if compute.dtype == torch.float32:
+        return compute
+    return Compute(compute.device, torch.float32, "float32: encoders are computed in it as a whole")
 
 
 def _base_of(adapter: Source) -> Source:

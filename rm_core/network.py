@@ -118,6 +118,11 @@ class RewardNetwork(nn.Module):
             return count_tokens(sequences)
         return len(sequences) * max(map(len, sequences), default=0)
 
+    @property
+    def scores_in_lanes(self) -> bool:
+        """Whether several threads may score at the same time: only our own forward pass keeps nothing between calls."""
+        return isinstance(self._fused, FusedDecoder)
+
     def tree_hidden(self, sequences: Sequence[Ids]) -> torch.Tensor:
         """Hidden states [B, H] at the sequences' last tokens, computed over their token tree."""
         tree = build_tree(sequences)
@@ -157,12 +162,27 @@ class RewardNetwork(nn.Module):
 
     def padded_hidden(self, sequences: Sequence[Ids], padding_side: Literal["right", "left"] = "right") -> torch.Tensor:
         """Hidden states [B, H] at the sequences' last tokens, by the plain path."""
+        hidden_BTH, last_B = self._padded_states(sequences, padding_side)
+        return hidden_BTH[torch.arange(len(sequences), device=self.device), last_B]
+
+    def _padded_states(self, sequences: Sequence[Ids], padding_side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [B, T, H] by the plain path, and the column of each last token [B]."""
         input_ids_BT, mask_BT, last_B = self._pad(sequences, padding_side)
         position_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
         hidden_BTH: torch.Tensor = self.backbone(
             input_ids=input_ids_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=False
         ).last_hidden_state
-        return hidden_BTH[torch.arange(len(sequences), device=self.device), last_B]
+        return hidden_BTH, last_B
+
+    def read_padded(self, sequences: Sequence[Ids], first: Sequence[int]) -> list[torch.Tensor]:
+        """For each sequence of a decoder what ``project_all`` gives at its tokens from ``first`` on, by the plain path:
+        fp32 [length − first, 1 + K]."""
+        read: dict[int, torch.Tensor] = {}
+        for part in batches_by_rope_regime(self.backbone.config, sequences):
+            hidden_BTH, _ = self._padded_states([sequences[index] for index in part], "right")
+            for row, index in enumerate(part):
+                read[index] = self.project_all(hidden_BTH[row, first[index] : len(sequences[index])])
+        return [read[index] for index in range(len(sequences))]
 
     def project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """The head on pooled hidden states [B, H]: rewards [B], fp32 even under autocast.
@@ -172,7 +192,7 @@ class RewardNetwork(nn.Module):
         with torch.autocast(device_type=hidden_BH.device.type, enabled=False):
             rewards_BK: torch.Tensor = self.base.score(hidden_BH.float())
             if rewards_BK.shape[1] == 1:
-                return rewards_BK[:, 0]
+                return rewards_BK[:, 0].clone()  # torch's fully_shard warns of views
             return rewards_BK if self.training else rewards_BK.mean(dim=1)
 
     def project_all(self, hidden_BH: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from rm_core.attention import Prefix, TreePlan
 from rm_core.network import RewardNetwork
 from rm_core.prefix_cache import CachedPrefix, Key, PrefixCache, concatenate, usable_length
+from rm_core.token_reads import TokenReads
 from rm_core.tree import MIN_SHARED, Segment, build_tree, shared_length
 
 
@@ -31,11 +32,14 @@ class Scored:
     """Tokens, over all distinct sequences, whose keys and values came from the cache."""
     heads: np.ndarray | None = None
     """Rewards of the single heads, fp32 [B, K], of a checkpoint that has several."""
+    token_rewards: list[np.ndarray | None] | None = None
+    """Where asked for: the reward as read at each token of a sequence from some place on, fp32 [n] each."""
 
 
-def _scored(values: np.ndarray, computed: np.ndarray, cached_tokens: int) -> Scored:
+def as_scored(values: np.ndarray, computed: np.ndarray, cached_tokens: int, reads: TokenReads | None) -> Scored:
     """``values`` fp32 [B, 1 + K]: what ``project_all`` gives."""
-    return Scored(values[:, 0], computed, cached_tokens, values[:, 1:] if values.shape[1] > 1 else None)
+    heads = values[:, 1:] if values.shape[1] > 1 else None
+    return Scored(values[:, 0], computed, cached_tokens, heads, reads.token_rewards() if reads is not None else None)
 
 
 @dataclass
@@ -52,7 +56,11 @@ class _Row:
 
 
 def score_in_passes(
-    network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int, cache: PrefixCache | None
+    network: RewardNetwork,
+    sequences: Sequence[Sequence[int]],
+    max_tokens: int,
+    cache: PrefixCache | None,
+    reads: TokenReads | None = None,
 ) -> Scored:
     """Score ``sequences`` (none empty). Call it under ``torch.inference_mode``.
 
@@ -68,22 +76,21 @@ def score_in_passes(
     cached_tokens = 0
     start = 0
     while start < len(order):
-        found = [_find(cache, carried, order[start])]
+        found = [_find(cache, carried, order[start], reads)]
         entry, length = found[0] or (None, 0)
         if len(order[start]) - length > max_tokens:
             ids = order[start]
             piece = max_tokens - max_tokens % MIN_SHARED
-            carried = _compute_piece(network, ids, entry, length, piece)
+            carried = _compute_piece(network, ids, entry, length, piece, reads)
             computed[ids] += piece
             continue
-        end, found = _take(order, start, found, max_tokens, cache, carried)
+        end, found = _take(order, start, found, max_tokens, cache, carried, reads)
         batch = order[start:end]
         row = _pack(batch, found)
         shared_next = shared_length(batch[-1], order[end]) if end < len(order) else 0
         wanted = _paths_to_keep(batch, found, row, cache, shared_next)
         row.plan.keep = [torch.from_numpy(rows).to(network.device) for _, _, rows in wanted]
-        pooled = network.run_tree(row.ids, row.positions, row.plan, row.last)
-        rewards.update(zip(batch, network.project_all(pooled).float().cpu().tolist(), strict=True))
+        rewards.update(zip(batch, _read(network, row, batch, found, reads).tolist(), strict=True))
         for ids, tokens in zip(batch, _shares(row, len(batch)), strict=True):
             computed[ids] += tokens
         for hit in found:
@@ -92,27 +99,31 @@ def score_in_passes(
         carried = _keep(wanted, row, found, batch, cache, shared_next)
         start = end
     fan_out = Counter(keys)
-    return _scored(
+    return as_scored(
         np.array([rewards[ids] for ids in keys], dtype=np.float32),
         np.array([computed[ids] / fan_out[ids] for ids in keys]),
         cached_tokens,
+        reads,
     )
 
 
-def score_padded(network: RewardNetwork, sequences: Sequence[Sequence[int]], max_tokens: int) -> Scored:
-    """The same for models without a tree: padded rows, like lengths together, under the budget."""
-    several = network.num_heads > 1
-    values = np.zeros((len(sequences), 1 + network.num_heads if several else 1), dtype=np.float32)
-    batches: list[list[int]] = []
-    for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True):
-        if batches and network.batch_tokens([sequences[i] for i in [*batches[-1], index]]) <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    for batch in batches:
-        found = network([sequences[index] for index in batch], all_heads=several).float().cpu().numpy()
-        values[batch] = found if several else found[:, None]
-    return _scored(values, np.array([float(len(ids)) for ids in sequences]), 0)
+def _read(
+    network: RewardNetwork, row: _Row, batch: list[Key], found: list["Hit"], reads: TokenReads | None
+) -> np.ndarray:
+    """Run a pass: what ``project_all`` gives at each sequence's last token, fp32 [B, 1 + K]; ``reads`` gets its own."""
+    wanted = {
+        ids: _rows_of(row, sequence)[reads.next_place(ids) - _known(found[sequence]) :]
+        for sequence, ids in enumerate(batch)
+        if reads is not None and ids in reads
+    }
+    rows = np.unique(np.concatenate([row.last, *wanted.values()])) if wanted else row.last
+    hidden = network.run_tree(row.ids, row.positions, row.plan, rows)
+    values: np.ndarray = network.project_all(hidden).float().cpu().numpy()
+    if reads is None or not wanted:
+        return values
+    for ids, places in wanted.items():
+        reads.add(ids, values[np.searchsorted(rows, places), 0])
+    return values[np.searchsorted(rows, row.last)]
 
 
 Hit = tuple[CachedPrefix, int] | None
@@ -123,14 +134,17 @@ def _known(hit: Hit) -> int:
     return hit[1] if hit else 0
 
 
-def _find(cache: PrefixCache | None, carried: CachedPrefix | None, ids: Key) -> Hit:
+def _find(cache: PrefixCache | None, carried: CachedPrefix | None, ids: Key, reads: TokenReads | None) -> Hit:
     """The longest known beginning of ``ids``: carried from the pass before, or from the cache."""
     hit = cache.find(ids) if cache is not None else None
     if carried is not None:
         length = usable_length(shared_length(carried.ids, ids), ids)
         if length > _known(hit):
-            return carried, length
-    return hit
+            hit = carried, length
+    if hit is None or reads is None:
+        return hit
+    length = reads.usable(hit[1], ids)
+    return (hit[0], length) if length else None
 
 
 def _take(
@@ -140,12 +154,13 @@ def _take(
     max_tokens: int,
     cache: PrefixCache | None,
     carried: CachedPrefix | None,
+    reads: TokenReads | None,
 ) -> tuple[int, list[Hit]]:
     """How far from ``start`` one pass reaches, and each sequence's known beginning. At least one sequence."""
     tokens = len(order[start]) - _known(found[0])
     end = start + 1
     while end < len(order):
-        hit = _find(cache, carried, order[end])
+        hit = _find(cache, carried, order[end], reads)
         known = max(_known(hit), _shared_in_pass(order[end - 1], order[end], found[-1], hit))
         if tokens + len(order[end]) - known > max_tokens:
             break
@@ -168,6 +183,27 @@ def _same(first: Hit, second: Hit) -> bool:
     if first is None or second is None:
         return first is second
     return first[0] is second[0] and first[1] == second[1]
+
+
+def units_of(sequences: Sequence[Sequence[int]], cache: PrefixCache | None) -> list[tuple[list[int], int]]:
+    """Cut sequences into units that have nothing to compute in common: the indices of each, and its tokens."""
+    keys = [tuple(ids) for ids in sequences]
+    units: list[tuple[list[int], int]] = []
+    before: Key | None = None
+    hit_before: Hit = None
+    for index in sorted(range(len(keys)), key=keys.__getitem__):
+        ids, hit = keys[index], _find(cache, None, keys[index], None)
+        if ids == before:  # its reward is its equal's
+            units[-1][0].append(index)
+            continue
+        shared = _shared_in_pass(before, ids, hit_before, hit) if before is not None else 0
+        tokens = len(ids) - max(_known(hit), shared)
+        if shared:
+            units[-1] = [*units[-1][0], index], units[-1][1] + tokens
+        else:
+            units.append(([index], tokens))
+        before, hit_before = ids, hit
+    return units
 
 
 def _pack(batch: list[Key], found: list[Hit]) -> _Row:
@@ -287,15 +323,23 @@ def _keep(
 
 
 def _compute_piece(
-    network: RewardNetwork, ids: Key, entry: CachedPrefix | None, length: int, num_tokens: int
+    network: RewardNetwork,
+    ids: Key,
+    entry: CachedPrefix | None,
+    length: int,
+    num_tokens: int,
+    reads: TokenReads | None,
 ) -> CachedPrefix:
-    """Compute the next ``num_tokens`` of a sequence behind its known beginning, for their keys and values alone."""
+    """Compute the next ``num_tokens`` of a sequence behind its known beginning, for their keys and values, and for the
+    rewards that are wanted among them."""
     piece = np.asarray(ids[length : length + num_tokens], dtype=np.int64)
     plan = TreePlan([Segment(-1, 0, len(piece), 0, len(piece))], length + len(piece))
     if entry is not None:
         plan.prefixes = [Prefix(0, len(piece), length, entry.layers)]
     plan.keep = [torch.arange(len(piece), device=network.device)]
-    nobody_reads = np.zeros(0, dtype=np.int64)
-    network.run_tree(piece, np.arange(length, length + len(piece)), plan, nobody_reads)
+    wanted = reads.next_place(ids) - length if reads is not None and ids in reads else len(piece)
+    hidden = network.run_tree(piece, np.arange(length, length + len(piece)), plan, np.arange(wanted, len(piece)))
+    if reads is not None and wanted < len(piece):
+        reads.add(ids, network.project_all(hidden).float().cpu().numpy()[:, 0])
     layers = tuple(plan.kept[0]) if entry is None else concatenate(entry.layers, length, plan.kept[0])
     return CachedPrefix(ids[: length + len(piece)], layers)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -30,7 +31,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """Least recently used prefixes. Not thread-safe: it belongs to the thread that runs the model."""
+    """Least recently used prefixes. Lanes of one batch may use it at the same time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -39,6 +40,7 @@ class PrefixCache:
         """Entries dropped so far to make room for others."""
         self._entries: OrderedDict[Key, CachedPrefix] = OrderedDict()
         self._sorted: list[Key] = []
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,15 +51,17 @@ class PrefixCache:
         The sequence's last token is never taken from the cache: its hidden state is what is wanted. Lengths are
         multiples of MIN_SHARED, so that siblings whose answers begin alike still stand under one prefix.
         """
-        best, length = self._longest(ids)
-        if best is None:
-            return None
-        self._entries.move_to_end(best)
-        return self._entries[best], length
+        with self._lock:
+            best, length = self._longest(ids)
+            if best is None:
+                return None
+            self._entries.move_to_end(best)
+            return self._entries[best], length
 
     def known_length(self, ids: Key) -> int:
         """The length that ``find`` would give, without counting as a use; 0 where nothing is known."""
-        return self._longest(ids)[1]
+        with self._lock:
+            return self._longest(ids)[1]
 
     def _longest(self, ids: Key) -> tuple[Key | None, int]:
         best, length = None, 0
@@ -73,20 +77,22 @@ class PrefixCache:
     def add(self, entry: CachedPrefix) -> None:
         """Keep an entry, dropping the least recently used ones for it; one that exceeds the budget is not kept."""
         size = entry.num_bytes
-        if size > self.max_bytes or entry.ids in self._entries:
-            return
-        while self.num_bytes + size > self.max_bytes:
-            self._remove(next(iter(self._entries)))
-            self.num_evicted += 1
-        self._entries[entry.ids] = entry
-        self._sorted.insert(bisect_left(self._sorted, entry.ids), entry.ids)
-        self.num_bytes += size
+        with self._lock:
+            if size > self.max_bytes or entry.ids in self._entries:
+                return
+            while self.num_bytes + size > self.max_bytes:
+                self._remove(next(iter(self._entries)))
+                self.num_evicted += 1
+            self._entries[entry.ids] = entry
+            self._sorted.insert(bisect_left(self._sorted, entry.ids), entry.ids)
+            self.num_bytes += size
 
     def clear(self) -> None:
         """Drop everything."""
-        self._entries.clear()
-        self._sorted.clear()
-        self.num_bytes = 0
+        with self._lock:
+            self._entries.clear()
+            self._sorted.clear()
+            self.num_bytes = 0
 
     def _remove(self, key: Key) -> None:
         self.num_bytes -= self._entries.pop(key).num_bytes

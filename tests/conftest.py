@@ -142,21 +142,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -
 
 
 def make_checkpoint(directory: Path, base: Path, training_length: int = 256) -> Path:
-    import torch
-
     from rm_core.checkpoint import write_checkpoint
     from rm_core.model import RewardModel
 
     model = RewardModel.for_training(
         str(base), lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, seed=1, dtype="float32", device="cpu"
     )
+    randomise_adapter(model)
+    write_checkpoint(model, directory, training_length=training_length)
+    return directory
+
+
+def randomise_adapter(model: Any) -> Any:
+    """Give LoRA's B matrices and the head weights that matter; returns the generator, to go on drawing from."""
+    import torch
+
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.network.named_parameters():
             if parameter.requires_grad and ("lora_B" in name or "score" in name):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    write_checkpoint(model, directory, training_length=training_length)
-    return directory
+    return generator
 
 
 @pytest.fixture(scope="session")

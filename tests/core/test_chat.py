@@ -215,3 +215,17 @@ def test_a_long_pair_loses_whole_turns_first_and_never_its_end():
     assert both[1] == truncate_left(renderer.render(short, rejected), limit - 4, tokenizer.bos_token_id)
     assert both[0][-1] == both[1][-1] == tokenizer.eos_token_id
     assert renderer.render_pair(prompt, chosen, rejected, max_length=10_000)[2] is False
+
+
+@pytest.mark.parametrize("bos", [None, "<|im_start|>"])
+def test_a_short_answer_stays_whole_beside_one_that_is_too_long(bos: str | None):
+    """Prompt "pp" (2 tokens), answers of 30 and 4, and an end token each; 12 may stay. Cutting 21 from both would leave
+    nothing of the short answer, which fits: it loses the prompt alone, and only what the two share."""
+    tokenizer = byte_tokenizer(None, bos=bos, adds_bos=bos is not None)
+    renderer = Renderer.for_tokenizer(tokenizer)
+    long, short, cut = renderer.render_pair("pp", "x" * 30, "yyyy", max_length=12)
+    assert cut
+    assert len(long) == 12
+    assert tokenizer.decode(short, skip_special_tokens=True) == "yyyy"
+    assert (long[-1], short[-1]) == (tokenizer.eos_token_id, tokenizer.eos_token_id)
+    assert (short[0] == tokenizer.bos_token_id) is (bos is not None)

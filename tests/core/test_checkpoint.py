@@ -206,7 +206,8 @@ def test_an_encoder_keeps_every_new_layer(tmp_path):
     AutoModel.from_config(config).save_pretrained(tmp_path / "encoder")
     byte_tokenizer(None).save_pretrained(tmp_path / "encoder")
     lora = {"r": 2, "target_modules": ["query_proj", "value_proj"]}
-    model = RewardModel.for_training(str(tmp_path / "encoder"), lora=lora, seed=0, device="cpu")
+    model = RewardModel.for_training(str(tmp_path / "encoder"), lora=lora, seed=0, device="cpu", dtype="bfloat16")
+    assert model.dtype == "float32", "under autocast its head would compute in bfloat16"
     write_checkpoint(model, tmp_path / "checkpoint", training_length=64)
     names = set(load_file(tmp_path / "checkpoint" / "adapter_model.safetensors"))
     assert {"base_model.model.pooler.dense.weight", "base_model.model.classifier.weight"} <= names
@@ -215,6 +216,17 @@ def test_an_encoder_keeps_every_new_layer(tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias|the reward head"):
         load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(("free", "device"), [(None, "cpu"), (4.7e9, "cpu"), (5e9, "auto")])
+def test_a_checkpoint_is_measured_where_it_fits(free, device, monkeypatch):
+    """A billion weights in fp32 are 4 GB, and a fifth more for what passes through them."""
+    from rm_core.checkpoint import device_for_measuring
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: free is not None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 8e9))
+    assert device_for_measuring(10**9) == device
 
 
 def test_hash_that_was_begun_early_is_used_once_and_only_for_the_same_file(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from rm_core import attention
 from rm_core.attention import LayerKV, Prefix, TreePlan
 from rm_core.prefix_cache import PrefixCache
 from rm_core.tree import build_tree
-from tests.core.test_exactness import arrive, corpus, subject_of
+from tests.core.exactness import arrive, corpus, subject_of
 
 
 @pytest.fixture

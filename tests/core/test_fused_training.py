@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rm_core.model import RewardModel
-from tests.conftest import save_base
+from tests.conftest import randomise_adapter, save_base
 from tests.core.test_attention import nested_sequences
 from tests.core.test_fused import SIZES, has_kernels, long_sequences  # noqa: F401
 
@@ -19,11 +19,7 @@ def for_training(tmp_path, family, dtype, lora, **changes):
     if not directory.exists():
         save_base(directory, family, **{**sizes, **changes})
     model = RewardModel.for_training(str(directory), lora=lora, seed=1, dtype=dtype, device="cpu")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():  # an adapter that matters: peft begins with B = 0
-        for name, parameter in model.network.named_parameters():
-            if parameter.requires_grad and ("lora_B" in name or "score" in name):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    randomise_adapter(model)
     return model
 
 

@@ -1,0 +1,114 @@
+"""Score a batch in lanes: several forward passes at once, each on cores of its own, instead of one on all of them.
+
+Threads that work on one product wait for each other after each of a layer's dozen steps, and whatever takes a core from
+one of them (a tokenizer, the event loop, a neighbour) stops all. Lanes wait once, at the end of the batch.
+
+Invariant: what shares a prefix stays together, so lanes compute the same tokens as one pass, and the token budget is
+divided among them, so they hold no more memory.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+
+from rm_core import kernels
+from rm_core.network import RewardNetwork
+from rm_core.passes import Scored, score_in_passes, units_of
+from rm_core.prefix_cache import PrefixCache
+
+TOKENS_OF_LANE = 2048
+"""A lane gets at least this much of the budget: smaller passes read the weights too often."""
+_TOGETHER = 0.85
+"""What all threads in one pass do of what they do in lanes (measured: 0.80 to 0.88)."""
+
+
+class Lanes:
+    """Threads that each score with their own share of the caller's. Their number follows from the token budget."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._shape = (0, 0)
+
+    def score(
+        self,
+        network: RewardNetwork,
+        sequences: Sequence[Sequence[int]],
+        max_tokens: int,
+        cache: PrefixCache | None,
+    ) -> Scored:
+        """As ``score_in_passes``, under whose conditions it is called."""
+        num_lanes = min(torch.get_num_threads(), max_tokens // TOKENS_OF_LANE)
+        if num_lanes < 2:
+            return score_in_passes(network, sequences, max_tokens, cache)
+        units = units_of(sequences, cache)
+        lanes, together = divide([tokens for _, tokens in units], num_lanes, max_tokens // num_lanes)
+        if not any(lanes):
+            return score_in_passes(network, sequences, max_tokens, cache)
+
+        def members(numbers: Sequence[int]) -> list[int]:
+            return [index for number in numbers for index in units[number][0]]
+
+        def run(indices: list[int], budget: int) -> Scored:
+            with torch.inference_mode():  # it is a thread's own
+                return score_in_passes(network, [sequences[index] for index in indices], budget, cache)
+
+        parts = [members(lane) for lane in lanes if lane]
+        pool = self._threads(num_lanes)
+        running = [pool.submit(run, part, max_tokens // num_lanes) for part in parts]
+        wait(running)  # all of them, also where one fails: nothing goes on behind the caller's back
+        results = [future.result() for future in running]
+        if together:
+            parts.append(members(together))
+            results.append(run(parts[-1], max_tokens))
+        return _merged(parts, results, len(sequences))
+
+    def _threads(self, num_lanes: int) -> ThreadPoolExecutor:
+        shape = num_lanes, torch.get_num_threads() // num_lanes
+        if self._pool is None or self._shape != shape:
+            self._pool = ThreadPoolExecutor(num_lanes, "rm-lane", initializer=_own_threads, initargs=shape[1:])
+            self._shape = shape
+        return self._pool
+
+
+def _own_threads(num_threads: int) -> None:
+    """Have this thread's products run on so many threads. torch's own call would change the number everywhere."""
+    torch.get_num_threads()  # torch sets a new thread's number at its first use, over what was said before
+    kernels.load().use_threads(num_threads)
+
+
+def divide(tokens: Sequence[int], num_lanes: int, max_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Divide units of work, given by their tokens: the numbers of each lane's, and of those that all threads compute
+    together afterwards, since they exceed a lane's budget or would leave the other lanes waiting."""
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    loads = [0] * num_lanes
+    together = [number for number, count in enumerate(tokens) if count > max_tokens]
+    for number in sorted(set(range(len(tokens))) - set(together), key=lambda number: -tokens[number]):
+        lane = loads.index(min(loads))
+        lanes[lane].append(number)
+        loads[lane] += tokens[number]
+    while True:
+        fullest = loads.index(max(loads))
+        if not lanes[fullest]:
+            break
+        smallest = lanes[fullest][-1]
+        fewer = [load - tokens[smallest] if lane == fullest else load for lane, load in enumerate(loads)]
+        if max(fewer) + tokens[smallest] / num_lanes / _TOGETHER >= max(loads):
+            break
+        together.append(lanes[fullest].pop())
+        loads = fewer
+    return lanes, together
+
+
+def _merged(parts: Sequence[Sequence[int]], results: Sequence[Scored], num_sequences: int) -> Scored:
+    """The results of parts, each sequence's at its place."""
+    rewards, computed = np.zeros(num_sequences, dtype=np.float32), np.zeros(num_sequences)
+    heads = None
+    for part, result in zip(parts, results, strict=True):
+        rewards[part], computed[part] = result.rewards, result.computed_tokens
+        if result.heads is not None:
+            if heads is None:
+                heads = np.zeros((num_sequences, result.heads.shape[1]), dtype=np.float32)
+            heads[part] = result.heads
+    return Scored(rewards, computed, sum(result.cached_tokens for result in results), heads)
