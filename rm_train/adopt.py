@@ -18,11 +18,11 @@ from rm_core.checkpoint import (
     CheckpointRecord,
     Measured,
     describe,
-    golden_ids,
     replace_directory,
     write_checkpoint,
     write_record,
 )
+from rm_core.golden import golden_ids, score_each
 from rm_core.loading import locate
 from rm_core.model import RewardModel
 
@@ -33,13 +33,14 @@ def calibrate(
     data: dict[str, Any],
     *,
     output: Path | None,
-    text_as: Literal["raw", "chat"],
-    end: Literal["token", "template"],
+    text_as: Literal["raw", "chat"] | None,
+    end: Literal["token", "template"] | None,
     training_length: int | None,
 ) -> tuple[CheckpointRecord, Path]:
     """Write ``reward_model.json`` into the model's folder, or into a copy of it at ``output``.
 
-    ``measure`` evaluates the model, loaded in fp32. Raises CheckpointError.
+    ``measure`` evaluates the model, loaded in fp32. What is None stays as an earlier record has it; without one, text
+    is raw and ends as the template does. Raises CheckpointError.
     """
     source = locate(path)
     if output is None and source.revision is not None:
@@ -52,15 +53,21 @@ def calibrate(
             raise CheckpointError(f"{target}: lies inside the model's own folder; name another --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     model = RewardModel.load(path, dtype="float32", verify=False)
-    rules = Renderer.for_tokenizer(model.tokenizer, text_as=text_as, end=end).rules
+    old = model.record
+    rules = Renderer.for_tokenizer(
+        model.tokenizer,
+        text_as=text_as or (old.rules.text_as if old else "raw"),
+        end=end or (old.rules.end if old else "template"),
+        date=old.rules.date if old else None,
+    ).rules
     model = RewardModel.load(path, dtype="float32", verify=False, rules=rules)
     record = describe(
         model,
         measure(model),
         base=model.base,
-        trained_in={"dtype": None, "quantization": None, "device": None},
-        training_length=training_length,
-        data=data,
+        trained_in=old.numerics if old else {"dtype": None, "quantization": None, "device": None},
+        training_length=training_length or (old.training_length if old else None),
+        data={**old.data, "calibrated_on": data["sources"]} if old else data,
     )
     if target == source.directory:
         write_record(record, target)
@@ -86,7 +93,7 @@ def merge(path: str, output: Path, dtype: Literal["float32", "bfloat16"]) -> tup
     _check_new(output)
     model = RewardModel.load(path, dtype="float32")
     conversations = [ids for _, ids in golden_ids(model.renderer, model.max_length)]
-    before = _score_each(model, conversations)
+    before = score_each(model, conversations)
     old = model.record
     measured = Measured()
     if old is not None:
@@ -99,7 +106,7 @@ def merge(path: str, output: Path, dtype: Literal["float32", "bfloat16"]) -> tup
 
     def compare(reloaded: RewardModel) -> Measured:
         nonlocal largest
-        largest = float(np.abs(_score_each(reloaded, conversations) - before).max())
+        largest = float(np.abs(score_each(reloaded, conversations) - before).max())
         if tolerance is not None and not largest <= tolerance:
             raise CheckpointError(
                 f"{path}: merged in {dtype}, a golden score moves by {largest:.3g} (allowed: {tolerance:.3g}); "
@@ -123,7 +130,3 @@ def _check_new(directory: Path) -> None:
         return
     if directory.exists():
         raise CheckpointError(f"{directory}: exists already; name a new directory")
-
-
-def _score_each(model: RewardModel, sequences: list[list[int]]) -> np.ndarray:
-    return np.concatenate([model.score_ids([ids]) for ids in sequences])

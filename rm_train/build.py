@@ -5,6 +5,7 @@ Invariant: an option that has no effect is an error that names it.
 
 import dataclasses
 import difflib
+import warnings
 from typing import Any
 
 import peft
@@ -19,23 +20,31 @@ from rm_train.rows import first_line
 def build_model(config: FitConfig, device: str) -> RewardModel:
     """The base with its new head and adapter. Raises CheckpointError or ConfigError."""
     try:
-        model = RewardModel.for_training(
-            config.model.base,
-            revision=config.model.revision,
-            lora=_lora_options(config),
-            seed=config.run.seed,
-            head_init_scale=config.head.init_scale,
-            dtype=config.model.dtype,
-            device=device,
-            text_as=config.model.text_as,
-            quantize=config.model.quantize,
-            num_heads=config.head.count,
-        )
-    except ValueError as error:
+        with warnings.catch_warnings():
+            # peft only warns of target_parameters that are found nowhere
+            warnings.filterwarnings("error", message="target_parameters=.* no parameter was matched")
+            model = RewardModel.for_training(
+                config.model.base,
+                revision=config.model.revision,
+                lora=_lora_options(config),
+                seed=config.run.seed,
+                head_init_scale=config.head.init_scale,
+                dtype=config.model.dtype,
+                device=device,
+                text_as=config.model.text_as,
+                quantize=config.model.quantize,
+                num_heads=config.head.count,
+            )
+    except (ValueError, TypeError, ImportError, RuntimeWarning) as error:
         if config.lora is None or type(error).__module__.startswith("rm_"):
             raise
+        if not isinstance(error, ValueError) and not config.lora.options:
+            raise
         # peft's own refusals of a set of options
-        raise ConfigError(f"lora (target_modules: {config.lora.target_modules}): {first_line(error)}") from error
+        options = f", options: {', '.join(config.lora.options)}" if config.lora.options else ""
+        raise ConfigError(
+            f"lora (target_modules: {config.lora.target_modules}{options}): {first_line(error)}"
+        ) from error
     if config.lora is not None and isinstance(config.lora.target_modules, list):
         names = [name for name, _ in model.network.base.named_modules()]
         for target in config.lora.target_modules:

@@ -3,10 +3,10 @@
 Invariant: nothing is dropped on the way; a row that cannot be read is a finding with its place, not an error.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rm_train.config import Columns, SourceConfig, parse_source
@@ -93,6 +93,8 @@ def examine(
         return found
 
     train, evaluation = read(given.train), read(given.eval)
+    if not train and not broken:
+        raise DataError(", ".join(source.path for source in given.train), "holds no pairs")
     limits = [length for length in (given.max_length, context) if length is not None]
     return check_pairs(
         train,
@@ -106,7 +108,7 @@ def examine(
 
 
 def _renderer(given: CheckInput) -> tuple["Renderer", int | None]:
-    """The renderer of the model's tokenizer, and its context in tokens where the tokenizer knows it."""
+    """The renderer of the model's tokenizer, and its context in tokens where tokenizer or config know it."""
     from rm_core.chat import Renderer
     from rm_core.checkpoint import read_record
     from rm_core.loading import load_tokenizer, locate
@@ -115,10 +117,12 @@ def _renderer(given: CheckInput) -> tuple["Renderer", int | None]:
     directory = locate(given.model, given.revision).directory
     tokenizer = load_tokenizer(directory)
     record = read_record(directory)
-    # a checkpoint of ours knows how it renders, and how long its training sequences were
+    # a checkpoint of ours knows how it renders
     renderer = Renderer(tokenizer, record.rules) if record else Renderer.for_tokenizer(tokenizer, text_as=given.text_as)
-    context = tokenizer.model_max_length
-    return renderer, int(context) if context and context < 1e9 else None
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # an adapter has none of its own
+    lengths = (tokenizer.model_max_length, config.get("max_position_embeddings"), config.get("n_positions"))
+    return renderer, min((int(length) for length in lengths if length and length < 1e9), default=None)
 
 
 # ------------------------------------------------------------------ limits
@@ -177,8 +181,6 @@ def lines_of(report: DoctorReport) -> list[str]:
     ]
 
 
-def write_report(report: DoctorReport, path: Path) -> None:
-    """Write the report as JSON without any word of the data."""
-    import json
-
-    path.write_text(json.dumps(report.to_json(text=False), indent=2) + "\n", encoding="utf-8")
+def json_of(report: DoctorReport) -> str:
+    """The report as JSON text, without any word of the data."""
+    return json.dumps(report.to_json(text=False), indent=2) + "\n"

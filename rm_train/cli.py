@@ -6,8 +6,9 @@ Invariant: a user's error is one line on stderr and exit code 2, never a traceba
 import json
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 import typer
 
@@ -75,18 +76,19 @@ def score(
     from rm_train.score_file import score_lines
 
     try:
-        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        # not splitlines(): JSON strings may hold U+2028 and its like, which that takes for line ends
-        lines = raw.decode("utf-8-sig").split("\n")
+        opened: AbstractContextManager[IO[bytes]] = (
+            nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb")  # noqa: SIM115 - closed below
+        )
     except OSError as error:
         raise DataError(file, f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(file, f"is not UTF-8 text (byte {error.start})") from None
-    model = RewardModel.load(checkpoint, dtype=dtype_of(dtype))
     failed = False
-    for answer in score_lines(model, lines, max_tokens=max_tokens, components=components, conservative=conservative):
-        failed |= "error" in answer
-        typer.echo(json.dumps(answer))
+    with opened as lines:
+        model = RewardModel.load(checkpoint, dtype=dtype_of(dtype))
+        for answer in score_lines(
+            model, lines, max_tokens=max_tokens, components=components, conservative=conservative
+        ):
+            failed |= "error" in answer
+            typer.echo(json.dumps(answer))
     if failed:
         raise typer.Exit(1)
 
@@ -128,10 +130,16 @@ def calibrate(
     output: Annotated[
         Path | None, typer.Option(help="Write a copy here instead of adding the record in place.")
     ] = None,
-    text_as: Annotated[str, typer.Option(help="How strings are scored: raw or chat.")] = "raw",
+    text_as: Annotated[
+        str | None, typer.Option(help="How strings are scored: raw or chat.  [default: raw, or what its record says]")
+    ] = None,
     end: Annotated[
-        str, typer.Option(help="token, or template when it was trained on the template's whole output.")
-    ] = "template",
+        str | None,
+        typer.Option(
+            help="token, or template when it was trained on the template's whole output.  "
+            "[default: template, or what its record says]"
+        ),
+    ] = None,
     training_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence it was trained on.")] = None,
     max_tokens: MaxTokens = 4096,
     limit: Limit = None,
@@ -147,7 +155,8 @@ def calibrate(
     from rm_train.evaluate import evaluate_data
     from rm_train.rows import DataError
 
-    as_, end_ = one_of(text_as, ("raw", "chat"), "--text-as"), one_of(end, ("token", "template"), "--end")
+    as_ = None if text_as is None else one_of(text_as, ("raw", "chat"), "--text-as")
+    end_ = None if end is None else one_of(end, ("token", "template"), "--end")
 
     def measure(loaded: RewardModel) -> Measured:
         found = evaluate_data(loaded, data, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())

@@ -5,6 +5,7 @@ that JSON back gives an equal config. Reading files and overrides lives in ``con
 """
 
 import difflib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -40,7 +41,13 @@ _PEFT_OWN = {
     "target_modules": "use lora.target_modules",
     "modules_to_save": "leave it out: the head is always trained and saved",
     "task_type": "leave it out: it is always SEQ_CLS",
+    "inference_mode": "nothing would be trained",
+    "layer_replication": "the checkpoint would not fit the base it names",
+    "lora_bias": "such an adapter cannot be merged into layers without a bias, as loading does",
+    "alora_invocation_tokens": "such an adapter cannot be merged into its base, as loading does",
 }
+_INIT_LORA_WEIGHTS = (True, False, "gaussian", "orthogonal", "pissa", "olora")
+"""The others draw what loading would have to draw again, or need preparations of their own to have an effect."""
 
 
 def _check_columns(columns: Columns) -> Columns:
@@ -57,9 +64,13 @@ def _source_from_text(value: Any) -> Any:
 
 
 def parse_source(text: str) -> dict[str, Any]:
-    """Read ``PATH``, ``org/name`` or ``org/name:split``, the short form of a source, into its long form."""
+    """Read ``PATH``, ``org/name`` or ``org/name:split``, the short form of a source, into its long form.
+
+    A directory that holds a saved set may name its split like that, too.
+    """
     head, colon, tail = text.rpartition(":")
-    if colon and tail and head.count("/") == 1 and "." not in tail and "/" not in tail and "\\" not in tail:
+    is_set = head.count("/") == 1 or (Path(head).is_dir() and not Path(text).exists())
+    if colon and tail and is_set and "." not in tail and "/" not in tail and "\\" not in tail:
         return {"path": head, "split": tail}
     return {"path": text}
 
@@ -130,6 +141,10 @@ class LoraConfig(BaseModel):
         for name in value:
             if name in _PEFT_OWN:
                 raise ValueError(f"{name!r} cannot be given here; {_PEFT_OWN[name]}")
+        start = value.get("init_lora_weights", True)
+        if start not in _INIT_LORA_WEIGHTS:
+            known = ", ".join(map(str, _INIT_LORA_WEIGHTS)).replace("True", "true").replace("False", "false")
+            raise ValueError(f"init_lora_weights {start!r} is not supported; one of {known}")
         return value
 
 
@@ -232,6 +247,9 @@ class TrainConfig(BaseModel):
     max_tokens: int = Field(default=8192, ge=16)
     """Most tokens that one forward pass holds; a step is cut into as many passes as it needs. Changes speed and
     memory, not the result. Must hold one pair of `model.max_length`."""
+    shard: bool = False
+    """With several processes: divide weights, gradients and optimizer state among them (FSDP2) instead of keeping a
+    copy in each. For models that one device cannot train; the first process still writes and measures the whole one."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Highest learning rate of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -283,6 +301,8 @@ class FitConfig(BaseModel):
             raise ValueError("train.keep_best: needs train.eval_every, or there is only one evaluation")
         if self.model.quantize is not None and self.lora is None:
             raise ValueError("model.quantize: needs lora; quantised weights cannot be trained themselves")
+        if self.model.quantize is not None and self.train.shard:
+            raise ValueError("train.shard: quantised weights cannot be divided; set model.quantize to null")
         return self
 
 

@@ -99,6 +99,8 @@ def load_fit_data(data: DataConfig, seed: int) -> FitData:
     if data.eval is not None:
         evaluation = [pair for source in data.eval for pair in read_pairs(source, data.columns, tally=tally)]
     else:
+        if not any(read):
+            raise DataError(", ".join(source.path for source in data.train), "no pairs to train on")
         apart = _prompts_apart([pair for pairs in read for pair in pairs], data.eval_fraction, seed)
         evaluation = [pair for pairs in read for pair in pairs if prompt_key(pair) in apart]
         read = [[pair for pair in pairs if prompt_key(pair) not in apart] for pairs in read]

@@ -1,11 +1,12 @@
 """Notice a loss that runs away while it is still a number.
 
-Invariant: what is noticed depends on the run's losses alone, so that a resumed run, told of the earlier ones, stops
+Invariant: what is noticed depends on the run's losses alone, so that every process notices it, and a resumed run stops
 where the unbroken one would.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 WINDOW = 20
 """Steps over which the loss is averaged: single steps jump."""
@@ -14,11 +15,14 @@ WINDOW = 20
 class DivergenceWatch:
     """Compares the mean loss of the last steps with the lowest such mean so far."""
 
-    def __init__(self, past: Iterable[float] = ()) -> None:
-        self._last: deque[float] = deque(maxlen=WINDOW)
-        self._lowest = float("inf")
-        for loss in past:
-            self.see(loss)
+    def __init__(self, last: Sequence[float] = (), lowest: float = float("inf")) -> None:
+        self._last = deque(last, maxlen=WINDOW)
+        self._lowest = lowest
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The arguments of a watch that goes on from here."""
+        return {"last": list(self._last), "lowest": self._lowest}
 
     def see(self, loss: float) -> str | None:
         """Take the loss of one more step; the diagnosis where it has run away, else None.

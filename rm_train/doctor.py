@@ -82,8 +82,8 @@ def _compare(pairs: Iterable[Pair], findings: _Findings) -> None:
     seen: dict[tuple[str, str, str], Pair] = {}
     for pair in pairs:
         chosen, rejected = _comparable(pair.chosen), _comparable(pair.rejected)
-        if pair.label is not None and pair.label < 0.5:
-            findings.add("doubtful_label", pair, f"label {pair.label:g}")
+        if pair.turned:
+            findings.add("doubtful_label", pair, f"label {1 - (pair.label or 0.0):g}")
         blank = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text]
         if blank:
             findings.add("empty", pair, " and ".join(blank))

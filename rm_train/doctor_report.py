@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "duplicate": ("warning", "the same pair stood earlier"),
     "over_long": ("warning", "longer than the limit in tokens: training drops the left of its prompt"),
     "control_tokens": ("warning", "the text contains a control token of the tokenizer, which becomes that token"),
-    "doubtful_label": ("warning", "the soft label says that fewer than half prefer the chosen answer"),
+    "doubtful_label": ("warning", "the soft label prefers the other answer: the pair is read the other way round"),
 }
 """Every kind of finding, in the order shown: how bad it is, and what it means."""
 

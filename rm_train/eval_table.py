@@ -1,7 +1,7 @@
 """What an evaluation keeps of each pair: a few numbers in columns, never its texts or tokens.
 
-Invariant: a pair costs some sixty bytes, so that the pairs of a large set can pass through; the report is made from the
-columns alone.
+Invariant: a pair costs some eighty bytes, so that the pairs of a large set can pass through; the report is made from
+the columns alone.
 """
 
 from array import array
@@ -42,7 +42,8 @@ class EvalTable:
     def __init__(self) -> None:
         self.truncated = 0
         self._prompts = array("Q")
-        self._numbers = {name: array("d") for name in ("chosen", "rejected", "chosen_length", "rejected_length")}
+        names = ("chosen", "rejected", "chosen_length", "rejected_length", "label", "weight")
+        self._numbers = {name: array("d") for name in names}
         self._spread = {name: array("d") for name in ("chosen", "rejected", "margin")}
         self._category, self._source = _Labels(), _Labels()
 
@@ -60,12 +61,12 @@ class EvalTable:
         pair = item.pair
         self.truncated += item.truncated
         self._prompts.append(int(prompt_key(pair)[:16], 16))
-        lengths = answer_length(pair)
-        for name, value in zip(self._numbers, (chosen, rejected, *lengths), strict=True):
+        values = (chosen, rejected, *answer_length(pair), 1.0 if pair.label is None else pair.label, pair.weight)
+        for name, value in zip(self._numbers, values, strict=True):
             self._numbers[name].append(value)
         if heads is not None:
-            for name, values in zip(self._spread, (*heads, heads[0] - heads[1]), strict=True):
-                self._spread[name].append(float(values.std()))
+            for name, of_heads in zip(self._spread, (*heads, heads[0] - heads[1]), strict=True):
+                self._spread[name].append(float(of_heads.std()))
         self._category.add(pair.category)
         self._source.add(pair.source)
 
@@ -89,6 +90,16 @@ class EvalTable:
     def lengths(self) -> tuple[Floats, Floats]:
         """Characters of the chosen and of the rejected answers, [N] each."""
         return np.array(self._numbers["chosen_length"]), np.array(self._numbers["rejected_length"])
+
+    @property
+    def labels(self) -> Floats:
+        """Shares of annotators that prefer the chosen answer, [N]."""
+        return np.array(self._numbers["label"])
+
+    @property
+    def weights(self) -> Floats:
+        """The pairs' weights in the log-loss, as in training's, [N]."""
+        return np.array(self._numbers["weight"])
 
     @property
     def prompts(self) -> list[str]:
@@ -119,7 +130,8 @@ def full_report(table: EvalTable) -> dict[str, Any]:
     """Everything that ``rm-train eval`` prints and a checkpoint records, as plain JSON values."""
     chosen, rejected = table.chosen, table.rejected
     long_chosen, long_rejected = table.lengths
-    temperature = metrics.fit_temperature(chosen, rejected)
+    labels, weights = table.labels, table.weights
+    temperature = metrics.fit_temperature(chosen, rejected, labels=labels, weights=weights)
     longer = metrics.accuracy(long_chosen, long_rejected)
     return {
         "pairs": len(table),
@@ -127,10 +139,10 @@ def full_report(table: EvalTable) -> dict[str, Any]:
         "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts)),
         "longer_wins": longer,
         "shorter_wins": 1.0 - longer,
-        "log_loss": metrics.log_loss(chosen, rejected),
+        "log_loss": metrics.log_loss(chosen, rejected, labels=labels, weights=weights),
         "calibration": {
             "temperature": temperature,
-            "log_loss": metrics.log_loss(chosen, rejected, temperature=temperature),
+            "log_loss": metrics.log_loss(chosen, rejected, temperature=temperature, labels=labels, weights=weights),
             "expected_error": metrics.expected_calibration_error(chosen, rejected, temperature=temperature),
             "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, temperature=temperature)],
         },

@@ -82,6 +82,7 @@ def compare(
         reporter.say(f"{path}: {model.reward_id}, {model.dtype}")
         found.append(evaluate_data(model, data, max_tokens=max_tokens, limit=limit, reporter=reporter))
         models.append({"model": path, **report_of(model, found[-1])})
+        del model  # before the next one is loaded
     comparisons = [
         {"old": paths[0], "new": path, **_compared(found[0], other)}
         for path, other in zip(paths[1:], found[1:], strict=True)

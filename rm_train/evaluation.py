@@ -4,10 +4,8 @@ Invariant: every number of a report comes from one pair of columns (rewards of c
 is held at a time does not grow with the files.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,9 +15,7 @@ from rm_train.best_of import BestOf, ScoredBestOf, encode_best_of
 from rm_train.encode import EncodedPair, encode_pairs
 from rm_train.eval_table import EvalTable
 from rm_train.pairs import Pair
-from rm_train.scoring import score_heads
-
-Item = TypeVar("Item")
+from rm_train.scoring import chunks, score_heads
 
 _CHUNK = 2048
 """Rows held at a time: enough to find long shared prompts, some megabytes of tokens."""
@@ -32,7 +28,7 @@ class Rewards:
     chosen: np.ndarray
     rejected: np.ndarray
     heads: tuple[np.ndarray, np.ndarray] | None = None
-    """Those of the single heads, [N, K] each, where there are several and one process scored all pairs."""
+    """Those of the single heads, [N, K] each, where there are several."""
 
     @property
     def num_not_finite(self) -> int:
@@ -40,15 +36,28 @@ class Rewards:
         return int((~np.isfinite(self.chosen)).sum() + (~np.isfinite(self.rejected)).sum())
 
     @classmethod
-    def interleave(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Rewards":
+    def of_sides(cls, values: np.ndarray) -> "Rewards":
+        """From [2N, 1 + K]: chosen and rejected in turn, the reward and behind it the single heads'."""
+        values = values.astype(np.float64)
+        heads = (values[0::2, 1:], values[1::2, 1:]) if values.shape[1] > 1 else None
+        return cls(values[0::2, 0], values[1::2, 0], heads)
+
+    @classmethod
+    def interleave(cls, parts: Sequence["Rewards"]) -> "Rewards":
         """Put the shares of several processes together: process p scored pairs p, p + n, p + 2n, …"""
-        sides = []
-        for side in (0, 1):
-            whole = np.zeros(sum(len(part[side]) for part in parts))
-            for index, part in enumerate(parts):
-                whole[index :: len(parts)] = part[side]
-            sides.append(whole)
-        return cls(sides[0], sides[1])
+
+        def whole(columns: list[np.ndarray]) -> np.ndarray:
+            found = np.zeros((sum(map(len, columns)), *columns[0].shape[1:]))
+            for index, column in enumerate(columns):
+                found[index :: len(columns)] = column
+            return found
+
+        heads = [part.heads for part in parts if part.heads is not None]
+        return cls(
+            whole([part.chosen for part in parts]),
+            whole([part.rejected for part in parts]),
+            (whole([chosen for chosen, _ in heads]), whole([rejected for _, rejected in heads])) if heads else None,
+        )
 
 
 def score_pairs(
@@ -66,10 +75,12 @@ def score_pairs(
     return Rewards(rewards[0::2], rewards[1::2], both)
 
 
-def quick_metrics(rewards: Rewards) -> dict[str, float]:
-    """What is logged during training."""
+def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str, float]:
+    """What is logged during training; the loss counts soft labels and weights as training does."""
+    labels = [1.0 if item.pair.label is None else item.pair.label for item in encoded]
+    weights = [item.pair.weight for item in encoded]
     return {
-        "loss": metrics.log_loss(rewards.chosen, rewards.rejected),
+        "loss": metrics.log_loss(rewards.chosen, rewards.rejected, labels=labels, weights=weights),
         "accuracy": metrics.accuracy(rewards.chosen, rewards.rejected),
         "margin": float((rewards.chosen - rewards.rejected).mean()),
     }
@@ -101,7 +112,7 @@ def evaluate_stream(
     ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError.
     """
     found = Evaluated()
-    for chunk in _chunks(items, _CHUNK):
+    for chunk in chunks(items, _CHUNK):
         pairs = [item for item in chunk if isinstance(item, Pair)]
         rows = [item for item in chunk if isinstance(item, BestOf)]
         encoded = encode_pairs(pairs, model.renderer, model.max_length)
@@ -135,9 +146,3 @@ def _in_rows(progress: Callable[[int], None], num_sequences: int, num_rows: int)
         reported = rows
 
     return advance
-
-
-def _chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    left = iter(items)
-    while chunk := list(islice(left, size)):
-        yield chunk

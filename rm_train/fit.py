@@ -21,7 +21,7 @@ from rm_core.hardware import choose_compute
 from rm_core.model import RewardModel
 from rm_train.baselines import BagOfWords, accuracy_of_margins
 from rm_train.build import build_model, check_trackers
-from rm_train.check import lines_of, write_report
+from rm_train.check import json_of, lines_of
 from rm_train.config import FitConfig, dump_resolved
 from rm_train.data import FitData, data_fingerprint, load_fit_data
 from rm_train.doctor import check_pairs
@@ -40,7 +40,8 @@ from rm_train.run_directory import (
     write_evaluation,
     write_whole,
 )
-from rm_train.state import forget_state, load_state
+from rm_train.sharding import check_launch, score_together
+from rm_train.state import forget_state, load_state, load_trainable, trainable_state
 
 
 class Reporter(Protocol):
@@ -79,7 +80,9 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
         log_with=list(config.train.report_to) or None,
         project_dir=str(_run_directory(config)),
         cpu=not torch.cuda.is_available(),
+        mixed_precision="no",  # ours is the config's; accelerate's own would wrap the forward a second time
     )
+    check_launch(config, accelerator)
     directory = _run_directory(config)
     say = reporter.say if accelerator.is_main_process else lambda text: None
     locks = accelerator.is_main_process
@@ -107,6 +110,8 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
     say(f"model: {config.model.base}, {trainable:,} trainable weights, {model.device.type}, {model.dtype_reason}")
 
     limit = min(config.model.max_length, model.max_length)
+    if limit < config.model.max_length:
+        say(f"model.max_length: {config.model.max_length} is more than the model reads; it is cut to {limit} tokens")
     with _bar(reporter, accelerator, "tokenising", len(data.train) + len(data.eval)) as advance:
         train_pairs = encode_pairs(data.train, model.renderer, limit, lambda: advance(1))
         eval_pairs = encode_pairs(data.eval, model.renderer, limit, lambda: advance(1))
@@ -121,12 +126,13 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
         clear_leftovers(directory)
         write_whole(directory / CONFIG_FILE, dump_resolved(config))
         if findings is not None:
-            write_report(findings, directory / CHECK_FILE)
+            write_whole(directory / CHECK_FILE, json_of(findings))
         if state is None:
             forget_state(directory)
 
     def evaluate() -> dict[str, float]:
-        return quick_metrics(_finite(_score_on_all_processes(model, eval_pairs, config, accelerator), config))
+        rewards = _score_on_all_processes(model, eval_pairs, config, accelerator)
+        return quick_metrics(_finite(rewards, config), eval_pairs)
 
     if config.train.report_to:
         accelerator.init_trackers("betterthan", config=_flat(json.loads(dump_resolved(config))))
@@ -145,11 +151,14 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
     in_training = None
     if config.train.final_eval_dtype == "compute":
         in_training = _score_on_all_processes(model, eval_pairs, config, accelerator)
+    weights = trainable_state(model.network) if config.train.shard else None
     # The first process evaluates what it wrote, for as long as that takes: a collective would run into its time-out.
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if not accelerator.is_main_process:
         return FitResult(directory, None, steps)
+    if weights is not None:
+        model = _whole_model(model, config, weights)
     say(f"evaluating {len(eval_pairs)} pairs and writing {directory / CHECKPOINT}")
     final = _FinalEvaluation(data, eval_pairs, config, reporter, in_training)
     record = write_checkpoint(
@@ -210,12 +219,24 @@ def _score_on_all_processes(
     was_training = model.network.training
     model.network.eval()
     share = slice(accelerator.process_index, None, accelerator.num_processes)
-    mine = score_pairs(model, encoded[share], max_tokens=config.train.max_tokens)
+    if config.train.shard:
+        sequences = [ids for item in encoded[share] for ids in (item.chosen, item.rejected)]
+        mine = Rewards.of_sides(score_together(model.network, sequences, config.train.max_tokens, accelerator))
+    else:
+        mine = score_pairs(model, encoded[share], max_tokens=config.train.max_tokens)
     model.network.train(was_training)
     if accelerator.num_processes == 1:
         return mine
-    parts = gather_object([(accelerator.process_index, mine.chosen, mine.rejected)])
-    return Rewards.interleave([part[1:] for part in sorted(parts, key=lambda part: part[0])])
+    parts = gather_object([(accelerator.process_index, mine)])
+    return Rewards.interleave([part for _, part in sorted(parts, key=lambda part: part[0])])
+
+
+def _whole_model(model: RewardModel, config: FitConfig, weights: dict[str, torch.Tensor]) -> RewardModel:
+    """The model in one piece, on the CPU: built again, with the trained weights."""
+    built = build_model(config, "cpu")
+    load_trainable(built.network, weights)
+    built.compute = model.compute
+    return built
 
 
 def _finite(rewards: Rewards, config: FitConfig) -> Rewards:

@@ -59,6 +59,9 @@ def check(
         text_as=None if text_as is None else one_of(text_as, ("raw", "chat"), "--text-as"),
         columns=_columns(column or []),
     )
+    for flag, value in (("--max-length", max_length), ("--text-as", text_as)):
+        if value is not None and given.model is None:
+            raise typer.BadParameter("has no effect without --model: pairs are not rendered", param_hint=flag)
     with ConsoleReporter().count("reading pairs") as advance:
         report = examine(given, limit=limit, fast=fast, progress=advance)
     failing = too_many(report, level, allowances)

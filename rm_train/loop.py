@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.nn.parallel import DistributedDataParallel
 
 from rm_core.model import RewardModel
 from rm_train.batching import split_by_tokens, step_batches
@@ -21,6 +22,7 @@ from rm_train.config import FitConfig
 from rm_train.divergence import DivergenceWatch
 from rm_train.encode import EncodedPair
 from rm_train.losses import BootstrapSamples, head_losses, pair_losses
+from rm_train.sharding import load_optimizer_state, num_passes, shard, whole, whole_optimizer_state
 from rm_train.state import MetricsFile, load_trainable, save_state, trainable_state
 
 Evaluate = Callable[[], dict[str, float]]
@@ -81,6 +83,8 @@ def train(
     """
     settings = config.train
     num_steps = count_steps(config, len(pairs))
+    if settings.shard:
+        shard(model.network, accelerator)
     optimizer = _optimizer(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: learning_rate_factor(done, num_steps, settings.warmup_ratio, settings.schedule)
@@ -88,9 +92,10 @@ def train(
     torch.manual_seed(config.run.seed * 1_000_003 + accelerator.process_index)  # dropout differs between processes
     metrics = MetricsFile(directory / "metrics.jsonl") if accelerator.is_main_process else None
     step, best, waited = 0, None, 0
+    keeps_best = settings.keep_best or settings.early_stopping_patience is not None
     if state is not None:
         load_trainable(model.network, state["weights"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         _set_rng(state["rng"][accelerator.process_index])
         step, best, waited = state["step"], state["best"], state["waited"]
@@ -98,10 +103,11 @@ def train(
             metrics.cut(state["metrics_position"])
     elif metrics:
         metrics.cut(0)
-    network = accelerator.prepare_model(model.network) if accelerator.num_processes > 1 else model.network
+    copies = accelerator.num_processes > 1 and not settings.shard
+    network = accelerator.prepare_model(model.network) if copies else model.network
     samples = BootstrapSamples(pairs, config.head.count, config.run.seed)
-    watch = DivergenceWatch(metrics.losses() if metrics else ())
-    started = time.perf_counter()
+    watch = DivergenceWatch(**(state.get("watch", {}) if state is not None else {}))
+    started = time.perf_counter() - (state.get("seconds", 0.0) if state is not None else 0.0)
     prompts = [item.prompt for item in pairs] if settings.group_by_prompt else None
     for epoch, indices in step_batches(len(pairs), settings.batch_size, config.run.seed, step, prompts):
         # ---- evaluate
@@ -111,7 +117,8 @@ def train(
                 metrics.write({"step": step, **{f"eval_{name}": value for name, value in found.items()}})
             accelerator.log({f"eval/{name}": value for name, value in found.items()}, step=step)
             if best is None or found["loss"] < best["loss"]:
-                best, waited = {"loss": found["loss"], "step": step, "weights": trainable_state(model.network)}, 0
+                weights = trainable_state(model.network) if keeps_best else {}
+                best, waited = {"loss": found["loss"], "step": step, "weights": weights}, 0
             else:
                 waited += 1
         # ---- stop
@@ -126,7 +133,7 @@ def train(
         if not math.isfinite(totals.loss):
             rows = ", ".join(dict.fromkeys(pairs[index].pair.where for index in indices[:3]))
             raise DivergedError(f"step {step + 1}: the loss is {totals.loss} (rows {rows}, …); {_cure(config)}")
-        norm = float(torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(_trainable(model), settings.max_grad_norm or math.inf)))
         if not math.isfinite(norm):
             raise DivergedError(f"step {step + 1}: the gradient's norm is {norm}; {_cure(config)}")
         rate = scheduler.get_last_lr()[0]
@@ -152,11 +159,13 @@ def train(
             metrics.write(line)
             on_step(step, num_steps, line)
         accelerator.log({f"train/{name}": value for name, value in line.items() if name != "step"}, step=step)
-        if metrics and (why := watch.see(totals.loss)):
+        if why := watch.see(totals.loss):
             raise DivergedError(f"step {step}: {why}; {_cure(config)}")
         # ---- save
         if settings.save_every and (step % settings.save_every == 0 or step == num_steps):
             rng = _gather_rng(accelerator)
+            if metrics or settings.shard:  # collective where the weights are divided
+                weights, of_optimizer = trainable_state(model.network), whole_optimizer_state(optimizer)
             if metrics:
                 save_state(
                     directory,
@@ -165,14 +174,16 @@ def train(
                         "step": step,
                         "best": best,
                         "waited": waited,
-                        "weights": trainable_state(model.network),
-                        "optimizer": optimizer.state_dict(),
+                        "weights": weights,
+                        "optimizer": of_optimizer,
                         "scheduler": scheduler.state_dict(),
                         "rng": rng,
                         "metrics_position": metrics.position(),
+                        "watch": watch.state,
+                        "seconds": time.perf_counter() - started,
                     },
                 )
-    if best is not None and (settings.early_stopping_patience is not None or settings.keep_best):
+    if best is not None and keeps_best:
         load_trainable(model.network, best["weights"])
     return step
 
@@ -191,22 +202,24 @@ def _forward_backward(
     then that of the heads' mean.
     """
     num_pairs = sum(item.pair.weight for item in step_pairs) or 1.0
-    # A process without a pair (a short last step) still takes part in the gradient exchange, with weight 0.
     weighed = list(zip(step_pairs, samples or [[1.0]] * len(step_pairs), strict=True))
     mine = weighed[accelerator.process_index :: accelerator.num_processes]
-    idle = not mine
     micro_batches = split_by_tokens(
-        mine or weighed[:1],
+        mine,
         cost=lambda items: model.network.batch_tokens(_sequences([item for item, _ in items])),
         size=lambda item: len(item[0].chosen) + len(item[0].rejected),
         prompt=lambda item: item[0].prompt,
         max_tokens=config.train.max_tokens,
     )
+    # A process with fewer pairs, or none (a short last step), takes part in every exchange, at the end with weight 0.
+    wanted = num_passes(accelerator, len(micro_batches)) if config.train.shard else 1
+    passes = [*micro_batches, *[weighed[:1]] * (wanted - len(micro_batches))]
     sums = torch.zeros(5, dtype=torch.float64)
-    for number, micro_batch in enumerate(micro_batches):
+    for number, micro_batch in enumerate(passes):
+        idle = number >= len(micro_batches)
         items = [item for item, _ in micro_batch]
         sequences = _sequences(items)
-        with _sync_only(accelerator, network, last=number == len(micro_batches) - 1), _compute(model):
+        with _sync_only(accelerator, network, last=number == len(passes) - 1), _compute(model):
             rewards = network(sequences)
             chosen, rejected = rewards[0::2], rewards[1::2]
             if samples is None:
@@ -254,8 +267,8 @@ def _compute(model: RewardModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sync_only(accelerator: Accelerator, network: torch.nn.Module, *, last: bool) -> Iterator[None]:
-    """Exchange gradients between processes in the step's last backward only."""
-    if accelerator.num_processes > 1 and not last:
+    """Exchange gradients between copies in the step's last backward only; divided ones are exchanged in each."""
+    if isinstance(network, DistributedDataParallel) and not last:
         with accelerator.no_sync(network):
             yield
     else:

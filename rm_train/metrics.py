@@ -151,11 +151,15 @@ def log_loss(
     margins = (first - second) / temperature
     shares = np.ones_like(margins) if labels is None else finite_array(labels, "labels")
     losses = np.logaddexp(0.0, -margins) + (1.0 - shares) * margins
-    return float(np.average(losses, weights=None if weights is None else finite_array(weights, "weights")))
+    importance = np.ones_like(margins) if weights is None else finite_array(weights, "weights")
+    # pairs that all weigh nothing are counted alike
+    return float(np.average(losses, weights=importance if importance.any() else None))
 
 
-def fit_temperature(chosen: Rewards, rejected: Rewards, *, labels: Rewards | None = None) -> float:
-    """The T that minimises ``log_loss``; above 1 the model is too sure.
+def fit_temperature(
+    chosen: Rewards, rejected: Rewards, *, labels: Rewards | None = None, weights: Rewards | None = None
+) -> float:
+    """The T that minimises ``log_loss`` under the same labels and weights; above 1 the model is too sure.
 
     The loss is convex in 1/T. Where it has no minimum (every pair right, or no better than chance) the answer is the
     nearest bound: T is kept within [0.01, 100] times the root mean square of the differences. Equal rewards everywhere
@@ -168,10 +172,11 @@ def fit_temperature(chosen: Rewards, rejected: Rewards, *, labels: Rewards | Non
     if scale == 0:
         return 1.0
     margins = margins / scale
+    importance = np.ones_like(margins) if weights is None else finite_array(weights, "weights")
 
     def slope(inverse: float) -> float:
         """Derivative of the loss by 1/T (in units of the scale)."""
-        return float(np.mean(margins * (_sigmoid(inverse * margins) - shares)))
+        return float(np.mean(importance * margins * (_sigmoid(inverse * margins) - shares)))
 
     low, high = 0.01, 100.0  # of 1/T
     if slope(low) >= 0:

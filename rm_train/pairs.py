@@ -29,6 +29,8 @@ class Pair:
     """Weight in the loss; 1/number of pairs for each pair of a K-wise row."""
     label: float | None = None
     """Share of annotators that prefer ``chosen``; None means all."""
+    turned: bool = False
+    """The row names the two the other way round: its label says that fewer than half prefer what it calls chosen."""
     category: str | None = None
     source: str | None = None
     id: str | None = None
@@ -41,7 +43,8 @@ def row_to_pairs(row: Row, columns: Columns | None = None, source: str | None = 
 
     ``columns`` maps our names to the row's; a name mapped to None is ignored. ``source`` is used where the row names
     none. A K-wise row gives all its pairs of different rank, each weighing 1/number of pairs (none when all are tied).
-    Raises DataError.
+    A row whose label is below one half becomes the pair the other way round: what is called chosen is preferred. Raises
+    DataError.
     """
     reader = RowReader(row, columns or {})
     if reader.get("tools"):
@@ -51,17 +54,13 @@ def row_to_pairs(row: Row, columns: Columns | None = None, source: str | None = 
     prompt, (chosen, rejected) = _contents(
         reader, [("chosen", reader.need("chosen")), ("rejected", reader.need("rejected"))]
     )
-    return [
-        Pair(
-            prompt,
-            chosen,
-            rejected,
-            margin=reader.number("margin"),
-            weight=_weight(reader),
-            label=reader.number("label", 0.0, 1.0),
-            **_labels(reader, source),
-        )
-    ]
+    margin, label = reader.number("margin"), reader.number("label", 0.0, 1.0)
+    turned = label is not None and label < 0.5
+    if label is not None and turned:
+        # the same loss; accuracies and baselines ask whether chosen wins
+        chosen, rejected, label, margin = rejected, chosen, 1.0 - label, None if margin is None else -margin
+    labels = _labels(reader, source)
+    return [Pair(prompt, chosen, rejected, margin, _weight(reader), label, turned=turned, **labels)]
 
 
 def _weight(reader: RowReader) -> float:

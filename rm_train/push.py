@@ -27,7 +27,7 @@ def push(checkpoint: str, repository: str, *, private: bool, branch: str | None,
     model = RewardModel.load(checkpoint, dtype="float32")
     assert model.record is not None, "this is a bug: the record was there a moment ago"
     base = model.record.base_model.name
-    if model.kind == "adapter" and base != BUNDLED_NAME and not is_hub_id(base):
+    if model.kind == "adapter" and base != BUNDLED_NAME and (not is_hub_id(base) or Path(base).is_dir()):
         raise CheckpointError(
             f"{checkpoint}: its base {base} is a folder of this machine; push a whole model made by rm-train merge"
         )

@@ -22,11 +22,12 @@ def write_run_report(directory: Path, output: Path | None = None, *, text: bool 
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         raise RunError("the report's plots need matplotlib (pip install 'betterthan[train]')") from None
-    made = list(plots(run))
     target = output or directory / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_suffix("")
-    folder.mkdir(exist_ok=True)
+    if folder == target or target.is_dir():
+        raise RunError(f"{target}: is no name for a page; end it in .html (plots go into a folder of its name)")
+    made = list(plots(run))
+    folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for name, _, png in made:
         picture = folder / f"{name}.png"

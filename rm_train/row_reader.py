@@ -88,12 +88,16 @@ def finite(reader: RowReader, name: str, value: Any, low: float, high: float) ->
     """Check one number of a field."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise reader.error(name, f"must be a number, not {kind_of(value)}")
-    if not math.isfinite(value) or not low <= value <= high:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf if value > 0 else -math.inf
+    if not math.isfinite(number) or not low <= number <= high:
         bounds = (
             "" if low == -math.inf else f" of at least {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
         )
-        raise reader.error(name, f"must be a finite number{bounds}, not {value}")
-    return float(value)
+        raise reader.error(name, f"must be a finite number{bounds}, not {number:g}")
+    return number
 
 
 def list_of(reader: RowReader, name: str) -> list[Any]:

@@ -12,18 +12,21 @@ from rm_core.chat import RenderError
 from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train.rows import kind_of
-from rm_train.scoring import score_heads
+from rm_train.scoring import chunks, score_heads
+
+_CHUNK = 2048
+"""Lines held at a time."""
 
 
 def score_lines(
     model: RewardModel,
-    lines: Iterable[str],
+    lines: Iterable[str | bytes],
     *,
     max_tokens: int,
     components: bool = False,
     conservative: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """Score JSON lines of one of these forms and yield one answer for each.
+    """Score JSON lines (bytes are UTF-8) of one of these forms and yield one answer for each, a chunk at a time.
 
     ``{"prompt", "completions": [...]}``, ``{"prompt", "completion"}``, ``{"text"}`` or ``{"messages"}``; prompts and
     completions are text or messages as in ``POST /score``, a completion also ``{"content", "finished"}``. An ``id``
@@ -34,8 +37,21 @@ def score_lines(
     """
     if (components or conservative) and model.network.num_heads == 1:
         raise CheckpointError(f"{model.name}: has one head alone (head.count), so nothing tells how sure a reward is")
+    for chunk in chunks(enumerate(lines, 1), _CHUNK):
+        yield from _score_chunk(model, chunk, max_tokens=max_tokens, components=components, conservative=conservative)
+
+
+def _score_chunk(
+    model: RewardModel,
+    lines: Iterable[tuple[int, str | bytes]],
+    *,
+    max_tokens: int,
+    components: bool,
+    conservative: float,
+) -> Iterator[dict[str, Any]]:
+    """``score_lines`` of numbered lines that are held together, and share what they begin with."""
     rows: list[tuple[dict[str, Any], list[list[int]]]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         if not line.strip():
             continue
         try:
@@ -68,9 +84,11 @@ def score_lines(
         yield answer
 
 
-def _render_line(model: RewardModel, line: str) -> tuple[dict[str, Any], list[list[int]]]:
+def _render_line(model: RewardModel, line: str | bytes) -> tuple[dict[str, Any], list[list[int]]]:
     try:
-        row = json.loads(line)
+        row = json.loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start} of the line)") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(row, dict):

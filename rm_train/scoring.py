@@ -3,11 +3,15 @@
 Invariant: rewards come back in the order of the input, one for each sequence.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from rm_core.model import RewardModel
+
+Item = TypeVar("Item")
 
 _PASSES = 4
 """Progress is reported after about so many forward passes."""
@@ -42,6 +46,13 @@ def score_heads(
             heads[part] = scored.heads
         progress(len(part))
     return rewards, heads
+
+
+def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """``items`` in lists of ``size``, the last one shorter: what is held at a time when they pass through."""
+    left = iter(items)
+    while chunk := list(islice(left, size)):
+        yield chunk
 
 
 def _parts(model: RewardModel, sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:

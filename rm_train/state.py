@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rm_train.rows import first_line
+from rm_train.sharding import placed_like, whole
+
 STATE_FILE = "resume.pt"
 
 
@@ -35,11 +38,6 @@ class MetricsFile:
         with self._path.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
 
-    def losses(self) -> list[float]:
-        """The losses of the steps written so far."""
-        lines = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
-
     def cut(self, position: int) -> None:
         """Forget everything behind ``position``. Raises ResumeError where the file is shorter than that."""
         with self._path.open("ab") as file:
@@ -51,8 +49,8 @@ class MetricsFile:
 
 
 def trainable_state(network: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every weight that is trained."""
-    return {name: p.detach().clone() for name, p in network.named_parameters() if p.requires_grad}
+    """A copy of every weight that is trained, whole: collective where the weights are divided among processes."""
+    return {name: whole(p.detach().clone()) for name, p in network.named_parameters() if p.requires_grad}
 
 
 def load_trainable(network: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -60,12 +58,12 @@ def load_trainable(network: nn.Module, state: dict[str, torch.Tensor]) -> None:
     parameters = dict(network.named_parameters())
     with torch.no_grad():
         for name, value in state.items():
-            parameters[name].copy_(value)
+            parameters[name].copy_(placed_like(value, parameters[name]))
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
     """Write the state beside the old one and rename it over. Raises OSError where the disk is full."""
-    temporary = directory / f"{STATE_FILE}.tmp"
+    temporary = directory / f".{STATE_FILE}.tmp"
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -87,8 +85,11 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
     path = directory / STATE_FILE
     if not path.is_file():
         raise ResumeError(f"{path}: there is no state to resume from; run without --resume (set train.save_every)")
-    # only tensors and plain containers: weights_only refuses anything that could run code
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        # only tensors and plain containers: weights_only refuses anything that could run code
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes torch raise anything; it is translated, not hidden
+        raise ResumeError(f"{path}: cannot be read ({first_line(error)}); run without --resume") from error
     for key, value in identity.items():
         if state["identity"].get(key) != value:
             raise ResumeError(

@@ -125,9 +125,10 @@ def _json_lines(path: Path, file: IO[bytes], on_error: ErrorHandler) -> Iterator
         try:
             text = _decode_line(path, number, data)
             try:
-                row = _as_row(where, json.loads(text))
-            except (json.JSONDecodeError, RecursionError) as error:
+                value = json.loads(text)
+            except (ValueError, RecursionError) as error:
                 raise DataError(where, f"is not valid JSON: {_json_problem(error)}") from None
+            row = _as_row(where, value)
         except DataError as error:
             on_error(error)
             continue
@@ -137,7 +138,7 @@ def _json_lines(path: Path, file: IO[bytes], on_error: ErrorHandler) -> Iterator
 def _json_problem(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
-    return "nested too deeply"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def read_json(path: Path, on_error: ErrorHandler) -> Iterator[Row]:
@@ -165,7 +166,7 @@ def read_json(path: Path, on_error: ErrorHandler) -> Iterator[Row]:
             break
         try:
             value, position = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise DataError(f"{path}:{at}", f"is not valid JSON: {_json_problem(error)}") from None
         try:

@@ -5,9 +5,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rm_train.config import FitConfig
+
+if TYPE_CHECKING:
+    from rm_core.model import RewardModel
+    from rm_train.encode import EncodedPair
 
 WORDS = [
     "river",
@@ -47,6 +51,16 @@ class Quiet:
 
 class Killed(BaseException):
     """Stands for a kill: nothing in the trainer may catch it."""
+
+
+def kill_at(step: int) -> Quiet:
+    """A reporter that kills the run when it hears of a step."""
+
+    def progress(fraction: float, text: str) -> None:
+        if text.startswith(f"step {step}/"):
+            raise Killed
+
+    return Quiet(progress)
 
 
 def text_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -125,3 +139,36 @@ def weights_of(checkpoint: Path) -> dict[str, Any]:
     return {
         name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()
     }
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """The same metrics, wall-clock fields aside, and the same weights to the bit."""
+    import torch
+
+    assert metric_lines(run) == metric_lines(expected)
+    weights, wanted = weights_of(run / "checkpoint"), weights_of(expected / "checkpoint")
+    assert set(weights) == set(wanted)
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def train_alone(
+    model: "RewardModel", pairs: "Sequence[EncodedPair]", config: FitConfig, directory: Path
+) -> list[dict[str, Any]]:
+    """Train without the rest of ``fit`` and return the metrics."""
+    from accelerate import Accelerator
+
+    from rm_train.loop import train
+
+    directory.mkdir(exist_ok=True)
+    train(
+        model,
+        pairs,
+        config,
+        directory,
+        Accelerator(cpu=True),
+        identity={},
+        state=None,
+        evaluate=lambda: {"loss": 0.0},
+        on_step=lambda *args: None,
+    )
+    return metric_lines(directory)

@@ -43,6 +43,31 @@ def test_clean_pairs_exit_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bag of words" not in run(capsys, "check", "--fast", tmp_path / "clean.jsonl")[1]
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_nothing_to_train_on_is_no_clean_bill(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty file, and one whose K-wise rows are all tied."""
+    tied = {"prompt": "q", "completions": ["a", "b"], "ranks": [1, 1]}
+    for rows in ([], [tied]):
+        file = write_rows(tmp_path / "empty.jsonl", rows)
+        code, out, err = run(capsys, "check", file, *options)
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1] == f"rm-train: error: {file}: holds no pairs"
+
+
+def test_context_of_the_model_is_the_limit_where_none_is_named(
+    tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer knows no limit; the model's config says 512."""
+    file = write_rows(
+        tmp_path / "long.jsonl", [*text_rows(3), {"prompt": "long ", "chosen": "a" * 600, "rejected": "b"}]
+    )
+    report = json.loads(run(capsys, "check", file, "--model", tiny_base, "--json")[1])
+    assert report["max_length"] == 512
+    assert [(finding["kind"], finding["count"]) for finding in report["findings"]] == [("over_long", 1)]
+
+
 def test_json_is_one_document_that_names_what_fails(faulty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "check", faulty, "--json", "--examples", 1)
     assert code == 1

@@ -342,6 +342,25 @@ def test_calibrate_adopts_an_adapter_of_plain_peft(
         RewardModel.load(str(directory), dtype="float32")
 
 
+def test_calibrate_of_a_checkpoint_of_ours_keeps_what_defines_its_reward(
+    tiny_checkpoint: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New scale and temperature; rules, id, training length and golden scores stay, unless other rules are asked for."""
+    source = shutil.copytree(tiny_checkpoint, tmp_path / "source")
+    assert run(capsys, "calibrate", source, pairs)[0] == 0
+    old, new = read_record(tiny_checkpoint), read_record(source)
+    assert old is not None
+    assert new is not None
+    for name in ("reward_id", "rules", "training_length", "numerics"):
+        assert getattr(new, name) == getattr(old, name), name
+    assert new.num_eval == 2 * len(pairs.read_text().splitlines())
+    assert new.data["calibrated_on"] == [str(pairs)]
+    assert run(capsys, "calibrate", source, pairs, "--end", "template")[0] == 0
+    other = read_record(source)
+    assert other is not None
+    assert other.rules.end == "template"
+
+
 def spoil_head(directory: Path) -> None:
     """Add one thousandth to every weight of the head."""
     from safetensors.torch import load_file, save_file

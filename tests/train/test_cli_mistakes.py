@@ -75,6 +75,8 @@ def config(tmp_path: Path, tiny_base: Path) -> Callable[..., Path]:
         (["calibrate", "CHECKPOINT", "b", "--end", "never"], "--end: must be token or template"),
         (["calibrate", "CHECKPOINT", "b", "--text-as", "poem"], "--text-as: must be raw or chat"),
         (["eval", "CHECKPOINT", "b", "--limit", "0"], "--limit"),
+        (["check", "FILE", "--max-length", "64"], "--max-length: has no effect without --model"),
+        (["check", "FILE", "--text-as", "chat"], "--text-as: has no effect without --model"),
         (["eval", "CHECKPOINT", "b", "--max-tokens", "many"], "--max-tokens"),
     ],
 )
@@ -115,6 +117,12 @@ def test_unknown_key_names_the_nearest_known_one(refused: Refused, config: Calla
 def test_wrong_value_names_key_and_bound(refused: Refused, config: Callable[..., Path]) -> None:
     message = refused("fit", config(), "--set", "train.batch_size=0")
     assert message.startswith("--set train.batch_size=0: train.batch_size: must be greater than or equal to 1")
+
+
+def test_empty_training_file_is_named(refused: Refused, config: Callable[..., Path], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert refused("fit", config(), "--set", f"data.train=[{empty}]") == f"{empty}: no pairs to train on"
 
 
 def test_output_directory_that_cannot_be_made(refused: Refused, config: Callable[..., Path], tmp_path: Path) -> None:
@@ -237,15 +245,9 @@ def test_conversations_for_a_model_without_a_template(
     assert message.startswith("text_as: 'chat' needs a chat template")
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["not_utf8", "directory"])
-def test_file_to_score_that_cannot_be_read(
-    content: bytes | None, refused: Refused, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_file_to_score_that_cannot_be_read(refused: Refused, tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
+    path.mkdir()
     assert refused("score", tiny_checkpoint, path).startswith(str(path))
     assert "cannot be read" in refused("score", tiny_checkpoint, tmp_path / "none.jsonl")
 

@@ -95,6 +95,8 @@ def test_short_form_of_a_source_may_name_a_split(tmp_path: Path) -> None:
         ("lora: {target_modules: q_proj}", "lora.target_modules: must be 'all-linear' or a list of module names"),
         ("lora: {target_modules: []}", "lora.target_modules: is empty"),
         ("lora: {options: {r: 3}}", "lora.options: 'r' cannot be given here; use lora.r"),
+        ("lora: {options: {lora_bias: true}}", "lora.options: 'lora_bias' cannot be given here; such an adapter"),
+        ("lora: {options: {init_lora_weights: pissa_niter_4}}", "lora.options: init_lora_weights 'pissa_niter_4' is"),
         ("train: {max_tokens: 100}", "train.max_tokens: 100 cannot hold one pair of model.max_length 1024"),
         ("train: {early_stopping_patience: 1}", "train.early_stopping_patience: needs train.eval_every"),
     ],

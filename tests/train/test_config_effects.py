@@ -146,6 +146,7 @@ ELSEWHERE = {
     "train.max_tokens": "tests/train/test_config_effects.py::test_max_tokens_cuts_a_step_into_passes",
     "train.early_stopping_patience": "tests/train/test_fit.py::test_early_stopping_ends_the_run_and_keeps_the_best_weights",
     "train.keep_best": "tests/train/test_config_effects.py::test_best_weights_are_kept_without_stopping",
+    "train.shard": "tests/train/test_sharding.py::test_two_processes_that_divide_the_model_equal_one",
     "train.report_to": "tests/train/test_config_effects.py::test_trackers_are_started",
 }
 
@@ -213,15 +214,16 @@ def test_max_tokens_cuts_a_step_into_passes(tiny_base: Path, tmp_path: Path, mon
 def test_gradient_checkpointing_is_switched_on(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch.utils.checkpoint as checkpoint_module
+    """One step in one pass: the backward pass goes through the two layers once more."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from rm_core.network import RewardNetwork
-
-    assert checkpoint_module is not None
-    calls = count_calls(monkeypatch, RewardNetwork, "use_gradient_checkpointing")
+    calls = count_calls(monkeypatch, LlamaMLP, "forward")
+    counts = []
     for value in (False, True):
+        calls.clear()
         fit(short(tiny_base, tmp_path, model={"gradient_checkpointing": value}, train={"max_steps": 1}), Quiet())
-        assert len(calls) == value
+        counts.append(len(calls))
+    assert counts[1] == counts[0] + 2
 
 
 def test_revision_goes_to_the_hub(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +244,7 @@ def test_best_weights_are_kept_without_stopping(
     """Losses 3, 1, 2, 2 after every step: all four are done, and the weights of step 2 are written."""
     losses = iter([3.0, 1.0, 2.0, 2.0])
     monkeypatch.setattr(
-        fit_module, "quick_metrics", lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+        fit_module, "quick_metrics", lambda rewards, pairs: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
     )
     train = {"max_steps": 4, "eval_every": 1, "schedule": "constant"}
     kept = fit(short(tiny_base, tmp_path, train={**train, "keep_best": True}), Quiet())

@@ -7,7 +7,7 @@ import pytest
 from rm_train.divergence import WINDOW, DivergenceWatch
 from rm_train.fit import fit
 from rm_train.loop import DivergedError
-from tests.train.runs import Killed, Quiet, make_config, metric_lines, text_rows, write_rows
+from tests.train.runs import Killed, Quiet, kill_at, make_config, metric_lines, text_rows, write_rows
 
 
 def first_alarm(losses: list[float]) -> int | None:
@@ -43,7 +43,9 @@ def test_watch_goes_on_with_the_losses_of_before() -> None:
     expected = first_alarm(losses)
     assert expected is not None
     for cut in (5, 25, expected - 1):
-        watch = DivergenceWatch(losses[:cut])
+        watch = DivergenceWatch()
+        assert not any(watch.see(loss) for loss in losses[:cut])
+        watch = DivergenceWatch(**watch.state)
         found = next(step for step, loss in enumerate(losses[cut:], cut + 1) if watch.see(loss))
         assert found == expected
 
@@ -72,11 +74,7 @@ def test_diverging_run_stops_with_the_step_and_the_cure_and_so_does_its_resume(t
     steps = len(metric_lines(tmp_path / "whole" / "runs" / "run"))
     assert message.startswith(f"step {steps}: ")
 
-    def kill(fraction: float, text: str) -> None:
-        if text.startswith("step 12/"):
-            raise Killed
-
     config = make_config(tiny_base, tmp_path / "killed", pairs, pairs, lora={"r": 2, "alpha": 2}, train=settings)
     with pytest.raises(Killed):
-        fit(config, Quiet(kill))
+        fit(config, kill_at(12))
     assert run(tmp_path / "killed", Quiet(), resume=True) == message

@@ -16,8 +16,8 @@ from rm_train.check import Level, too_many
 from rm_train.data import read_pairs
 from rm_train.doctor import check_pairs
 from rm_train.doctor_report import DoctorReport
-from rm_train.pairs import Pair
-from rm_train.rows import DataError
+from rm_train.pairs import Pair, row_to_pairs
+from rm_train.rows import DataError, Row
 from tests.conftest import byte_tokenizer
 
 WORDS = [
@@ -192,7 +192,10 @@ def test_answers_that_only_call_tools_are_neither_empty_nor_identical() -> None:
 
 
 def test_label_against_the_chosen_answer_is_doubtful() -> None:
-    assert kinds(check_pairs([Pair("q", "a", "b", label=0.4, where="f:1")])) == {"doubtful_label": ["f:1"]}
+    pairs = row_to_pairs(Row("f:1", {"prompt": "q", "chosen": "a", "rejected": "b", "label": 0.4}))
+    report = check_pairs(pairs)
+    assert kinds(report) == {"doubtful_label": ["f:1"]}
+    assert report.findings[0].examples[0].note == "label 0.4"
 
 
 class FakeRenderer:

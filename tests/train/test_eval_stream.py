@@ -15,7 +15,7 @@ from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best
 from rm_train.data import read_items, read_pairs
 from rm_train.encode import encode_pairs
 from rm_train.eval_table import EvalTable, full_report, table_of
-from rm_train.evaluation import evaluate_stream, score_pairs
+from rm_train.evaluation import Rewards, evaluate_stream, quick_metrics, score_pairs
 from rm_train.rows import DataError, Row
 from rm_train.scoring import score_sequences
 from tests.conftest import make_checkpoint, save_base
@@ -49,29 +49,24 @@ def test_stream_gives_the_numbers_of_pairs_in_memory(
     assert full_report(found.table)["accuracy"] == full_report(whole)["accuracy"]
 
 
-def test_table_keeps_numbers_and_no_texts(tiny_model: RewardModel) -> None:
+def test_table_keeps_numbers_and_no_texts() -> None:
     """Ten thousand pairs in less than a megabyte, whatever their length."""
     import tracemalloc
 
     from rm_train.encode import EncodedPair
     from rm_train.pairs import Pair
 
-    pair = Pair("q", "long " * 10_000, "b", category="c", source="s")
+    item = EncodedPair([1] * 50_000, [2], True, Pair("q", "long " * 10_000, "b", category="c", source="s"))
     tracemalloc.start()
     table = EvalTable()
-    for _ in range(10_000):
-        table.add(EncodedPair([1] * 50_000, [2], True, pair), 1.0, 0.0)
-        if len(table) == 1:
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-        if len(table) > 200:
-            break
-    for _ in range(9_800):
-        table._prompts.append(0)
+    table.add(item, 1.0, 0.0)
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(9_999):
+        table.add(item, 1.0, 0.0)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 1_000_000
-    assert table.truncated == 201
+    assert len(table) == table.truncated == 10_000
 
 
 def test_scores_come_back_in_order_whatever_the_budget(tiny_model: RewardModel) -> None:
@@ -82,6 +77,40 @@ def test_scores_come_back_in_order_whatever_the_budget(tiny_model: RewardModel) 
         found = score_sequences(tiny_model, sequences, max_tokens=budget, progress=counted.append)
         np.testing.assert_allclose(found, alone, atol=1e-4)
         assert sum(counted) == len(sequences)
+
+
+def test_log_loss_counts_soft_labels_and_weights_as_training_does() -> None:
+    """Differences 2 (label 3/4, weight 1) and −1 (all agree, weight 3); f = −log σ:
+    (1·(3/4 f(2) + 1/4 f(−2)) + 3·f(−1)) / 4."""
+    from rm_train.encode import EncodedPair
+    from rm_train.pairs import Pair
+
+    pairs = [
+        EncodedPair([1], [2], False, Pair("q", "a", "b", label=0.75)),
+        EncodedPair([1], [2], False, Pair("r", "a", "b", weight=3.0)),
+    ]
+    chosen, rejected = np.array([2.0, 0.0]), np.array([0.0, 1.0])
+
+    def f(difference: float) -> float:
+        return float(np.logaddexp(0, -difference))
+
+    expected = pytest.approx((0.75 * f(2) + 0.25 * f(-2) + 3 * f(-1)) / 4)
+    assert full_report(table_of(pairs, chosen, rejected))["log_loss"] == expected
+    assert quick_metrics(Rewards(chosen, rejected), pairs)["loss"] == expected
+
+
+def test_shares_of_processes_are_put_together_with_their_heads() -> None:
+    whole = Rewards(np.arange(5.0), -np.arange(5.0), (np.arange(10.0).reshape(5, 2), np.ones((5, 2))))
+    assert whole.heads is not None
+    parts = [
+        Rewards(whole.chosen[p::2], whole.rejected[p::2], (whole.heads[0][p::2], whole.heads[1][p::2]))
+        for p in range(2)
+    ]
+    together = Rewards.interleave(parts)
+    assert together.heads is not None
+    for found, wanted in zip((together.chosen, *together.heads), (whole.chosen, *whole.heads), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert Rewards.interleave([Rewards(whole.chosen, whole.rejected)]).heads is None
 
 
 def test_accuracy_by_length_difference(tiny_model: RewardModel) -> None:

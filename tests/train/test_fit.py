@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
-from rm_core.checkpoint import read_record
+from rm_core.checkpoint import read_record, write_checkpoint
 from rm_core.model import RewardModel
 from rm_train import build as build_module
 from rm_train import fit as fit_module
+from rm_train.build import build_model
 from rm_train.config_file import ConfigError
 from rm_train.data import read_pairs
 from rm_train.encode import encode_pairs
@@ -186,7 +188,7 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_weights(
     """Losses 3, 1, 2, 2 after every step with patience 2: stop behind step 4 with the weights of step 2."""
     losses = iter([3.0, 1.0, 2.0, 2.0])
     monkeypatch.setattr(
-        fit_module, "quick_metrics", lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+        fit_module, "quick_metrics", lambda rewards, pairs: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
     )
     settings = {"max_steps": 50, "eval_every": 1, "early_stopping_patience": 2, "schedule": "constant"}
     stopped = fit(make_config(tiny_base, tmp_path / "stopped", *data, train=settings), Quiet())
@@ -245,6 +247,8 @@ def test_training_in_bfloat16_gives_a_checkpoint_that_loads(
         ({"lora": {"options": {"use_rslorra": True}}}, "lora.options: .*'use_rslorra'; did you mean use_rslora"),
         ({"lora": {"target_modules": ["q_projj"]}}, "lora .target_modules: .*q_projj"),
         ({"lora": {"target_modules": ["q_proj", "v_porj"]}}, "lora.target_modules: no layer is called 'v_porj'"),
+        ({"lora": {"options": {"target_parameters": ["x"]}}}, "lora .*options: target_parameters.*no parameter was"),
+        ({"lora": {"options": {"use_bdlora": True}}}, "lora .*options: use_bdlora.*: `BdLoraConfig` must be"),
         ({"train": {"report_to": ["tensorbord"]}}, "train.report_to: 'tensorbord' is no tracker"),
     ],
 )
@@ -269,6 +273,44 @@ def test_options_of_peft_are_passed_on(data: tuple[Path, Path], tiny_base: Path,
     names = {name for name in weights_of(result.directory / "checkpoint") if "lora" in name}
     assert len(names) == 2
     assert all("layers.1." in name and "q_proj" in name for name in names)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "pissa", "olora"])
+def test_every_start_of_the_adapter_is_what_the_checkpoint_loads(start: Any, tiny_base: Path, tmp_path: Path) -> None:
+    """Some of them change the base's weights, which are not in the checkpoint: loading must do the same again."""
+    lora = {"r": 2, "alpha": 4, "options": {"init_lora_weights": start}}
+    model = build_model(make_config(tiny_base, tmp_path, tmp_path / "none", lora=lora), "cpu")
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    model.network.eval()
+    trained = model.score_ids([[1, 2, 3], [4, 5]])
+    write_checkpoint(model, tmp_path / "checkpoint", training_length=64)
+    loaded = RewardModel.load(str(tmp_path / "checkpoint"), dtype="float32")
+    np.testing.assert_allclose(loaded.score_ids([[1, 2, 3], [4, 5]]), trained, atol=1e-4)
+
+
+def test_accelerates_own_mixed_precision_is_left_alone(
+    data: tuple[Path, Path], tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate config` leaves such a default for every later launch; fp16 is refused by accelerate on a CPU."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        result = fit(make_config(tiny_base, tmp_path, *data, train={"max_steps": 1}), Quiet())
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert result.steps == 1
+
+
+def test_length_beyond_the_model_is_cut_and_said(data: tuple[Path, Path], tiny_base: Path, tmp_path: Path) -> None:
+    model, reporter = {"max_length": 1000}, Quiet()
+    config = make_config(tiny_base, tmp_path, *data, model=model, train={"max_steps": 1})
+    record = fit(config, reporter).record
+    assert record is not None
+    assert record.training_length == 512
+    assert "model.max_length: 1000 is more than the model reads; it is cut to 512 tokens" in reporter.said
 
 
 def test_tracker_whose_package_is_missing_is_named(

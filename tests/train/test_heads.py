@@ -17,7 +17,17 @@ from rm_train.encode import encode_pairs
 from rm_train.fit import fit
 from rm_train.losses import BootstrapSamples, head_losses, pair_losses
 from tests.conftest import save_classifier
-from tests.train.runs import Killed, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import (
+    Killed,
+    Quiet,
+    assert_same_run,
+    kill_at,
+    make_config,
+    metric_lines,
+    text_rows,
+    weights_of,
+    write_rows,
+)
 from tests.train.test_cli import run
 
 COUNT = 4
@@ -128,15 +138,10 @@ def test_resume_restores_every_head(tiny_base: Path, files: tuple[Path, Path], t
     train = {"save_every": 2, "max_steps": 5}
     whole = fit(config_of(tiny_base, tmp_path / "whole", files, train=train), Quiet()).directory
     config = config_of(tiny_base, tmp_path / "killed", files, train=train)
-
-    def kill(fraction: float, text: str) -> None:
-        if text.startswith("step 3/"):
-            raise Killed
-
     with pytest.raises(Killed):
-        fit(config, Quiet(kill))
+        fit(config, kill_at(3))
     resumed = fit(config, Quiet(), resume=True).directory
-    assert metric_lines(resumed) == metric_lines(whole)
+    assert_same_run(resumed, whole)
     assert torch.equal(heads_of(resumed / "checkpoint"), heads_of(whole / "checkpoint"))
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from rm_core.model import RewardModel
 from rm_train.batching import epoch_order, split_by_tokens
 from rm_train.data import read_pairs
 from rm_train.encode import EncodedPair, encode_pairs
-from rm_train.loop import DivergedError, train
-from tests.train.runs import make_config, metric_lines, text_rows, write_rows
+from rm_train.loop import DivergedError
+from tests.train.runs import make_config, metric_lines, text_rows, train_alone, write_rows
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
@@ -38,19 +37,7 @@ def run_steps(
     """Train without the rest of ``fit`` and return the metrics."""
     sections = {**sections, "train": {"batch_size": 6, "max_steps": 1, **sections.get("train", {})}}
     config = make_config(base, directory, file, **sections)
-    directory.mkdir(exist_ok=True)
-    train(
-        reward_model,
-        encode(reward_model, file),
-        config,
-        directory,
-        Accelerator(cpu=True),
-        identity={},
-        state=None,
-        evaluate=lambda: {"loss": 0.0},
-        on_step=lambda *args: None,
-    )
-    return metric_lines(directory)
+    return train_alone(reward_model, encode(reward_model, file), config, directory)
 
 
 def trainable(model: RewardModel) -> dict[str, torch.Tensor]:

@@ -113,6 +113,15 @@ def test_fitted_temperature_is_no_worse_than_its_neighbours(rewards: list[tuple[
         assert at_best <= metrics.log_loss(chosen, rejected, temperature=other) + 1e-9
 
 
+def test_weights_of_the_temperature_count_as_repetition() -> None:
+    """Differences 1 (right) and −1 (wrong); three right ones for each wrong: σ(1/T) = 3/4, so 1/T = ln 3."""
+    expected = pytest.approx(1 / math.log(3), rel=1e-6)
+    assert metrics.fit_temperature([1, 1, 1, 0], [0, 0, 0, 1]) == expected
+    assert metrics.fit_temperature([1, 0], [0, 1], weights=[3, 1]) == expected
+    assert metrics.fit_temperature([1], [0], labels=[0.75]) == expected
+    assert metrics.log_loss([1, 0], [0, 1], weights=[0, 0]) == metrics.log_loss([1, 0], [0, 1])
+
+
 def test_reliability_and_calibration_error() -> None:
     """d = ln 3 four times (confidence 0.75), right in 2 of 4: in ten bins of width 0.05 from 0.5, 0.75 opens bin 5;
     accuracy 0.5, gap 0.25. One pair with d = 0: confidence 0.5, bin 0, accuracy 1/2, gap 0. ECE = 4/5 · 0.25 = 0.2.

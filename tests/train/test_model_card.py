@@ -160,6 +160,27 @@ def test_push_refuses_what_was_changed_or_cannot_be_loaded_elsewhere(
     assert hub.calls == []
 
 
+def test_push_takes_a_folder_named_like_a_hub_id_for_the_folder_it_is(
+    tiny_checkpoint: Path,
+    tiny_base: Path,
+    tmp_path: Path,
+    hub: type[FakeHub],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`models/base` beside the run would mean somebody else's model to everyone else."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_base, tmp_path / "models" / "base")
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "adapter")
+    values = json.loads((folder / "reward_model.json").read_text())
+    values["base_model"]["name"] = "models/base"
+    (folder / "reward_model.json").write_text(json.dumps(values))
+    code, _, err = run(capsys, "push", folder, "me/rm")
+    assert code == 2
+    assert "its base models/base is a folder of this machine" in err
+    assert hub.calls == []
+
+
 def test_refusal_of_the_hub_is_one_line(
     merged: Path, hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rm_client.bradley_terry import bradley_terry_loss
 from rm_train.human_assistant import is_human_assistant, parse_human_assistant
 from rm_train.pairs import Pair, row_to_pairs
 from rm_train.rows import DataError, Row
@@ -196,6 +198,17 @@ def test_missing_margin_is_none_and_not_zero() -> None:
     assert pair_of(chosen="a", rejected="b").margin is None
 
 
+def test_label_below_one_half_turns_the_pair_round() -> None:
+    """Both ways give one loss: s·f(d − m) + (1 − s)·f(m − d) with f = −log σ; chosen is what most prefer, so that
+    accuracies and baselines mean what they say."""
+    pair = pair_of(prompt="q", chosen="a", rejected="b", margin=2, label=0.25)
+    assert (*contents(pair), pair.margin, pair.label, pair.turned) == ("q", "b", "a", -2.0, 0.75, True)
+    straight = bradley_terry_loss(np.array([1.0]), np.array([3.0]), margin=2.0, target=0.25)
+    turned = bradley_terry_loss(np.array([3.0]), np.array([1.0]), margin=-2.0, target=0.75)
+    assert straight == pytest.approx(turned)
+    assert pair_of(chosen="a", rejected="b", label=0.5).turned is False
+
+
 def test_numbers_of_csv_are_read_and_its_empty_cells_are_absent() -> None:
     pair = pair_of(chosen="a", rejected="", margin="1.5", weight="", label=" ", category="")
     assert (pair.margin, pair.weight, pair.label, pair.category) == (1.5, 1.0, None, None)
@@ -208,6 +221,7 @@ def test_numbers_of_csv_are_read_and_its_empty_cells_are_absent() -> None:
         ("margin", "big", "margin: must be a number, not 'big'"),
         ("margin", True, "margin: must be a number, not true/false"),
         ("margin", float("nan"), "margin: must be a finite number, not nan"),
+        ("margin", 10**400, "margin: must be a finite number, not inf"),
         ("weight", -1, "weight: must be a finite number of at least 0, not -1"),
         ("label", 1.5, "label: must be a finite number of at least 0 and at most 1, not 1.5"),
         ("category", ["x"], "category: must be text, not a list"),

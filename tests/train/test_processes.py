@@ -1,6 +1,7 @@
 """Two processes over gloo train as one does: the same losses, the right evaluation, one checkpoint."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,15 +24,18 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def start_two(*arguments: object) -> list[subprocess.Popen[str]]:
-    """Start both processes as torchrun does, but as children of this one: killing torchrun would leave them running."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return int(free.getsockname()[1])
+
+
+def start_two(*arguments: object, module: str = "rm_train.cli") -> list[subprocess.Popen[str]]:
+    """Start both processes as torchrun does, but as children of this one: killing torchrun would leave them running."""
+    shared = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "rm_train.cli", *map(str, arguments)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,6 +43,28 @@ def start_two(*arguments: object) -> list[subprocess.Popen[str]]:
         )
         for rank in range(2)
     ]
+
+
+def start_two_nodes(*arguments: object) -> list[subprocess.Popen[str]]:
+    """Two torchruns with one process each, which find each other as those of two machines do (docs/scale.md)."""
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "job1", "--rdzv_backend", "c10d"]
+    meet += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "rm_train.cli", *map(str, arguments)],
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+
+
+def wait_for_state(run: Path, process: subprocess.Popen[str]) -> None:
+    while not (run / STATE_FILE).exists():
+        with pytest.raises(subprocess.TimeoutExpired):  # or it ended before its first save
+            process.wait(timeout=0.01)
 
 
 def assert_finish(processes: list[subprocess.Popen[str]]) -> None:
@@ -103,9 +129,7 @@ def test_two_processes_killed_resume_to_the_same_bits(tiny_base: Path, tmp_path:
     run = tmp_path / "killed" / "runs" / "run"
     processes = start_two("fit", path)
     try:
-        while not (run / STATE_FILE).exists():
-            with pytest.raises(subprocess.TimeoutExpired):  # or it ended before its first save
-                processes[0].wait(timeout=0.01)
+        wait_for_state(run, processes[0])
     finally:
         for process in processes:
             process.kill()
@@ -117,3 +141,39 @@ def test_two_processes_killed_resume_to_the_same_bits(tiny_base: Path, tmp_path:
     assert metric_lines(run) == metric_lines(expected)
     weights, wanted = weights_of(run / "checkpoint"), weights_of(expected / "checkpoint")
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds torchrun's children in Linux' /proc")
+def test_nodes_that_met_equal_one_process_and_resume_after_one_lost_its_process(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {"train": {"save_every": 2, "epochs": 4}}
+    expected = fit(config_file(tmp_path / "one", tiny_base, **sections)[1], Quiet()).directory
+
+    path, _ = config_file(tmp_path / "two", tiny_base, **sections)
+    run = tmp_path / "two" / "runs" / "run"
+    nodes = start_two_nodes("fit", path)
+    try:
+        wait_for_state(run, nodes[0])
+        (worker,) = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        said = [node.communicate(timeout=300)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait()
+    assert [node.returncode for node in nodes] == [1, 1], "both end, and say so"
+    assert "Signal 9 (SIGKILL)" in said[1]
+    assert not (run / "checkpoint").exists()
+
+    nodes = start_two_nodes("fit", path, "--resume")
+    said = [node.communicate(timeout=300)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    lines, wanted = metric_lines(run), metric_lines(expected)
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted]
+    for line, other in zip(lines, wanted, strict=True):
+        line.pop("computed_tokens", None), other.pop("computed_tokens", None)
+        assert line == pytest.approx(other, abs=1e-5, rel=1e-4)
+    weights = weights_of(run / "checkpoint")
+    for name, tensor in weights_of(expected / "checkpoint").items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-3)

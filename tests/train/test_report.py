@@ -11,7 +11,7 @@ import pytest
 from rm_train.fit import fit
 from rm_train.report import write_run_report
 from rm_train.run_directory import RunError, read_run
-from tests.train.runs import Killed, Quiet, make_config, text_rows, write_rows
+from tests.train.runs import Killed, Quiet, kill_at, make_config, text_rows, write_rows
 from tests.train.test_cli import run
 
 PLOTS = ["loss", "accuracy", "optimisation", "rewards", "margins", "reliability", "categories", "length"]
@@ -120,13 +120,9 @@ def test_same_run_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
 
 
 def test_unfinished_run_has_curves_and_says_so(tiny_base: Path, tmp_path: Path) -> None:
-    def progress(fraction: float, text: str) -> None:
-        if text.startswith("step 3/"):
-            raise Killed
-
     pairs = write_rows(tmp_path / "pairs.jsonl", text_rows(12))
     with pytest.raises(Killed):
-        fit(make_config(tiny_base, tmp_path, pairs, train={"max_steps": 6}), Quiet(progress))
+        fit(make_config(tiny_base, tmp_path, pairs, train={"max_steps": 6}), kill_at(3))
     directory = tmp_path / "runs" / "run"
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the last line of a killed run
@@ -142,6 +138,15 @@ def test_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.Capture
     code, _, err = run(capsys, "report", tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds no run" in err
+
+
+@pytest.mark.parametrize("name", ["page", "folder.html"])
+def test_output_that_is_no_name_for_a_page_is_refused(name: str, finished: Path, tmp_path: Path) -> None:
+    """Without a suffix the page and the folder of its plots would have one name."""
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(RunError, match=r"is no name for a page; end it in \.html"):
+        write_run_report(finished, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder.html"]
 
 
 def test_missing_matplotlib_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

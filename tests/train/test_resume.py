@@ -7,12 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+import rm_train.fit as fit_module
 from rm_train import run_directory
 from rm_train import state as state_module
 from rm_train.fit import fit
 from rm_train.run_directory import RunError
 from rm_train.state import STATE_FILE, MetricsFile, ResumeError
-from tests.train.runs import RUN_FILES, Killed, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import (
+    RUN_FILES,
+    Killed,
+    Quiet,
+    assert_same_run,
+    kill_at,
+    make_config,
+    metric_lines,
+    text_rows,
+    write_rows,
+)
 
 # Dropout, evaluations, epochs of a short last step, warm-up and a schedule: all that has a state of its own.
 SETTINGS: dict[str, Any] = {
@@ -39,23 +50,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def config_in(directory: Path, base: Path, data: tuple[Path, Path], **sections: Any) -> Any:
     lora = sections.pop("lora", {"dropout": 0.3})
     return make_config(base, directory, *data, lora=lora, train={**SETTINGS, **sections.pop("train", {})}, **sections)
-
-
-def kill_at(step: int) -> Quiet:
-    """A reporter that kills the run when it hears of a step."""
-
-    def progress(fraction: float, text: str) -> None:
-        if text.startswith(f"step {step}/"):
-            raise Killed
-
-    return Quiet(progress)
-
-
-def assert_same_run(run: Path, expected: Path) -> None:
-    assert metric_lines(run) == metric_lines(expected)
-    weights, wanted = weights_of(run / "checkpoint"), weights_of(expected / "checkpoint")
-    assert set(weights) == set(wanted)
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +91,10 @@ def test_early_stopping_remembers_its_best_weights(
     tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluations at 3, 6, 9 get worse; the kill at 8 lies between, so the best is known from the saved state alone."""
-    import rm_train.fit as fit_module
 
     def worse_every_time() -> Any:
         losses = iter([1.0, 2.0, 3.0])
-        return lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+        return lambda rewards, pairs: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
 
     train = {"early_stopping_patience": 5}
     monkeypatch.setattr(fit_module, "quick_metrics", worse_every_time())
@@ -116,7 +109,7 @@ def test_early_stopping_remembers_its_best_weights(
     assert (seen, state["step"], state["best"]["step"]) == (2, 6, 3)
     losses = iter([2.0, 3.0])
     monkeypatch.setattr(
-        fit_module, "quick_metrics", lambda rewards: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
+        fit_module, "quick_metrics", lambda rewards, pairs: {"loss": next(losses), "accuracy": 0.5, "margin": 0.0}
     )
     assert_same_run(fit(config, Quiet(), resume=True).directory, whole.directory)
 
@@ -188,17 +181,42 @@ def test_run_may_move_before_it_is_resumed(
 
 
 def test_full_disk_while_saving_leaves_the_old_state_whole(
-    killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+    killed: Path,
+    unbroken: Path,
+    tiny_base: Path,
+    data: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """/dev/full takes the place of the temporary file: every write to it fails as on a full disk."""
     before = (killed / STATE_FILE).read_bytes()
-    (killed / f"{STATE_FILE}.tmp").symlink_to("/dev/full")
     config = config_in(tmp_path, tiny_base, data)
-    with pytest.raises(OSError, match="No space left"):
-        fit(config, Quiet(), resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "clear_leftovers", lambda directory: None)
+        (killed / f".{STATE_FILE}.tmp").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            fit(config, Quiet(), resume=True)
     assert (killed / STATE_FILE).read_bytes() == before
-    assert not (killed / f"{STATE_FILE}.tmp").is_symlink()
+    assert not (killed / f".{STATE_FILE}.tmp").is_symlink()
     assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+
+
+def test_damaged_state_is_named(killed: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
+    (killed / STATE_FILE).write_bytes((killed / STATE_FILE).read_bytes()[:1000])
+    with pytest.raises(ResumeError, match=r"resume\.pt: cannot be read .*run without --resume") as caught:
+        fit(config_in(tmp_path, tiny_base, data), Quiet(), resume=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_seconds_go_on_counting_after_a_resume(
+    killed: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    state = torch.load(killed / STATE_FILE, weights_only=True)
+    assert state["seconds"] > 0
+    torch.save({**state, "seconds": 1000.0}, killed / STATE_FILE)
+    fit(config_in(tmp_path, tiny_base, data), Quiet(), resume=True)
+    seconds = [line["seconds"] for line in metric_lines(killed, wall_clock=True) if "seconds" in line]
+    assert all(later > 1000 for later in seconds[state["step"] :])
 
 
 def test_kill_while_saving_leaves_the_old_state_whole(
@@ -345,8 +363,6 @@ def test_full_disk_while_the_run_begins_leaves_an_earlier_run_whole(
     unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """/dev/full takes the place of the temporary file."""
-    import rm_train.fit as fit_module
-
     config = config_in(tmp_path, tiny_base, data)
     run = fit(config, Quiet()).directory
     before = (run / "config.json").read_bytes()

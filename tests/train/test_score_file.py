@@ -1,11 +1,13 @@
 """``rm-train score``: the forms of a row, and rows that cannot be scored."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rm_core.model import RewardModel
+from rm_train import score_file
 from rm_train.score_file import score_lines
 
 USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A stone."}
@@ -39,6 +41,26 @@ def test_every_form_of_a_row_is_scored_as_the_renderer_says(tiny_model: RewardMo
     assert answers[3]["reward"] == pytest.approx(chat, abs=1e-4)
     assert answers[2]["reward"] == pytest.approx(expected[0], abs=1e-4)
     assert answers[4]["reward"] == pytest.approx(alone(tiny_model, render.render_text("A stone.")), abs=1e-4)
+
+
+def test_lines_pass_through_a_chunk_at_a_time(tiny_model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_file, "_CHUNK", 2)
+    read: list[int] = []
+
+    def lines() -> Iterator[bytes]:
+        for number in range(5):
+            read.append(number)
+            yield b"\xef\xbb\xbf" * (not number) + json.dumps({"text": f"a {number}"}).encode() + b"\n"
+        yield b'{"text": "\xff"}\n'
+
+    answers = score_lines(tiny_model, lines(), max_tokens=64)
+    assert next(answers)["line"] == 1
+    assert read == [0, 1]
+    rest = list(answers)
+    assert [answer["line"] for answer in rest] == [2, 3, 4, 5, 6]
+    assert "is not UTF-8 text (byte 10 of the line)" in rest[-1]["error"]
+    expected = [alone(tiny_model, tiny_model.renderer.render_text(f"a {number}")) for number in range(1, 5)]
+    assert [answer["reward"] for answer in rest[:-1]] == pytest.approx(expected, abs=1e-4)
 
 
 def test_completion_that_was_cut_gets_no_end_token(tiny_model: RewardModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rm_train import tables, text_files
-from rm_train.config import SourceConfig
+from rm_train.config import SourceConfig, parse_source
 from rm_train.rows import DataError, Row
 from rm_train.sources import count_rows, read_rows, source_name
 
@@ -97,6 +97,8 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path) -> None:
     assert [row.values for row in read(tmp_path / "set")] == ROWS
     with pytest.raises(DataError, match="has no split 'test'; it has train"):
         read(tmp_path / "set", split="test")
+    assert parse_source(f"{tmp_path / 'set'}:train") == {"path": str(tmp_path / "set"), "split": "train"}
+    assert parse_source(f"{tmp_path / 'none'}:train") == {"path": f"{tmp_path / 'none'}:train"}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,8 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n\n[1]\n', 3, "must be an object with named fields, not a list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2, "byte 8 of the line is not valid UTF-8"),
         ("a.jsonl", b'"' + b"[" * 3 + b"\n", 1, "is not valid JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}\n", 2, "a number has too many digits"),
+        ("a.json", b'[{"a": 1},\n{"a": ' + b"1" * 5000 + b"}]", 2, "a number has too many digits"),
         ("a.json", b'[{"a": 1},\n\n{"a": }]', 3, "is not valid JSON"),
         ("a.json", b'[{"a": 1}\n{"a": 2}]', 2, "a comma or the list's end is missing"),
         ("a.json", b'[{"a": 1},\n3]', 2, "must be an object with named fields, not a number"),

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
 
 from rm_core.model import RewardModel
 from rm_train.batching import epoch_order
-from rm_train.config import FitConfig
 from rm_train.data import read_pairs
-from rm_train.encode import EncodedPair, encode_pairs
-from rm_train.loop import train
-from tests.train.runs import make_config, metric_lines, text_rows, write_rows
+from rm_train.encode import encode_pairs
+from tests.train.runs import make_config, text_rows, train_alone, write_rows
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
@@ -56,22 +53,6 @@ def fresh_model(base: Path, init_scale: float) -> RewardModel:
     return RewardModel.for_training(
         str(base), lora=LORA, seed=5, dtype="float32", device="cpu", head_init_scale=init_scale
     )
-
-
-def our_losses(model: RewardModel, pairs: Sequence[EncodedPair], config: FitConfig, directory: Path) -> list[float]:
-    directory.mkdir()
-    train(
-        model,
-        pairs,
-        config,
-        directory,
-        Accelerator(cpu=True),
-        identity={},
-        state=None,
-        evaluate=lambda: {"loss": 0.0},
-        on_step=lambda *args: None,
-    )
-    return [line["loss"] for line in metric_lines(directory)]
 
 
 def trl_losses(python: str, spec: dict[str, Any], folder: Path) -> list[list[float]]:
@@ -130,7 +111,7 @@ def compare(
                 "centering": case.centering or None,
             }
         )
-        ours.append(our_losses(model, encoded, config, folder / f"ours-{number}"))
+        ours.append([line["loss"] for line in train_alone(model, encoded, config, folder / f"ours-{number}")])
     return list(zip(ours, trl_losses(python, spec, folder), strict=True))
 
 
