@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trl_grpo import command
+from trl_grpo import Rows, trl_command
 
 
-def sums(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def sums(args: Any) -> tuple[Rows, Rows]:
     """Questions with their answers: for training, and --eval-prompts of them held out."""
     pairs = list(itertools.product(range(1, 13), repeat=2))
     random.Random(0).shuffle(pairs)
@@ -32,7 +32,7 @@ def sums(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command("rlvr_math", argv, sums, reference_column="reference")
+    return trl_command("rlvr_math", __doc__ or "", argv, sums, reference_column="reference")
 
 
 if __name__ == "__main__":

@@ -8,22 +8,21 @@ The reward function pins the ``reward_id``, sends each batch in one request, and
 length limit. Writes result.json to --out; the last line on stdout is the result as JSON.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from grpo import evaluate, load_policy, paired_bootstrap, parse, read_prompts
+from grpo_shared import command, compare, evaluate, load_policy, read_prompts
 
-import rm_client
 from rm_client import RewardClient, trl_reward_function
 from rm_core.hardware import choose_compute
 
+Rows = list[dict[str, Any]]
 
-def train(policy: Any, tokenizer: Any, args: Any, reward: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+
+def train(policy: Any, tokenizer: Any, args: Any, reward: Any, rows: Rows) -> Rows:
     """Run GRPOTrainer on the policy; returns its log. ``rows``: ``prompt`` and the reward function's columns."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -59,13 +58,8 @@ def train(policy: Any, tokenizer: Any, args: Any, reward: Any, rows: list[dict[s
     return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
-def compare(
-    args: Any,
-    client: RewardClient,
-    reward_id: str,
-    rows: list[dict[str, Any]],
-    held_out: list[dict[str, Any]],
-    reference_column: str | None = None,
+def run(
+    args: Any, client: RewardClient, reward_id: str, train_rows: Rows, held_out: Rows, reference_column: str | None
 ) -> dict[str, Any]:
     """Evaluate, train, evaluate. Returns what result.json holds."""
     started = time.perf_counter()
@@ -84,55 +78,27 @@ def compare(
     before = evaluate(policy, tokenizer, client, prompts, args, references)
     print(f"start: reward {before.rewards.mean():+.3f} on {len(prompts)} held-out prompts, {before.length:.0f} tokens")
     torch.manual_seed(args.seed)
-    history = train(policy, tokenizer, args, reward, rows)
+    history = train(policy, tokenizer, args, reward, train_rows)
     after = evaluate(policy, tokenizer, client, prompts, args, references)
-    gain, low, high = paired_bootstrap(before.rewards, after.rewards)
-    return {
-        "reward_start": float(before.rewards.mean()),
-        "reward_end": float(after.rewards.mean()),
-        "gain": gain,
-        "gain_interval_95": [low, high],
-        "kl_end": after.kl,
-        "length_start": before.length,
-        "length_end": after.length,
-        "held_out_prompts": len(prompts),
-        "steps": len(history),
-        "seed": args.seed,
-        "seconds": round(time.perf_counter() - started, 1),
-        "reward_id": reward_id,
-        "reward_id_is_unchanged": client.info().reward_id == reward_id,
-    }
+    return compare(before, after, args, client, reward_id, started) | {"steps": len(history)}
 
 
-def command(
+def trl_command(
     name: str,
+    about: str,
     argv: Sequence[str] | None,
-    rows_of: Callable[[Any], tuple[list[dict[str, Any]], list[dict[str, Any]]]],
+    rows_of: Callable[[Any], tuple[Rows, Rows]],
     reference_column: str | None = None,
 ) -> int:
     """The command line of this example and of rlvr_math.py: ``rows_of`` gives training and held-out rows."""
-    args = parse(argv, out=Path("runs") / name)
-    try:
-        if args.model is None:
-            from rm_core.smollm2 import bundled_model_path
 
-            args.model = str(bundled_model_path())
-        with rm_client.RewardClient(args.server, api_key=args.api_key) as client:
-            reward_id = client.info().reward_id
-        if reward_id is None:
-            raise ValueError(f"{args.server}: /info states no reward_id, so the reward cannot be pinned")
-        args.out.mkdir(parents=True, exist_ok=True)
-        with rm_client.RewardClient(args.server, api_key=args.api_key, reward_id=reward_id) as client:
-            result = compare(args, client, reward_id, *rows_of(args), reference_column)
-    except (rm_client.RewardClientError, ValueError, OSError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
-    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
-    return 0
+    def work(args: Any, client: RewardClient, reward_id: str) -> dict[str, Any]:
+        return run(args, client, reward_id, *rows_of(args), reference_column)
+
+    return command(name, about, argv, work)
 
 
-def demo_rows(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def demo_rows(args: Any) -> tuple[Rows, Rows]:
     """The prompts of --prompts and --held-out."""
     files = (read_prompts(args.prompts, None), read_prompts(args.held_out, args.eval_prompts))
     train_rows, held_out = ([{"prompt": prompt} for prompt in prompts] for prompts in files)
@@ -140,7 +106,7 @@ def demo_rows(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command("trl_grpo", argv, demo_rows)
+    return trl_command("trl_grpo", __doc__ or "", argv, demo_rows)
 
 
 if __name__ == "__main__":

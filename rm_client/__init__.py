@@ -13,6 +13,7 @@ from rm_client.async_client import AsyncRewardClient
 from rm_client.bradley_terry import bradley_terry_loss
 from rm_client.client import RewardClient
 from rm_client.errors import (
+    AsleepError,
     ConnectionFailedError,
     DeadlineExceededError,
     DrainingError,
@@ -38,12 +39,15 @@ from rm_client.errors import (
     TooLongError,
     UnauthorizedError,
     UnavailableError,
+    VerifierFailedError,
+    VerifierTimeoutError,
 )
 from rm_client.grpo import GRPOStats, grpo_loss, k3_kl
 from rm_client.trl import trl_reward_function
 
 __all__ = [
     "AdvantageReport",
+    "AsleepError",
     "AsyncRewardClient",
     "AsyncRewardFunction",
     "ConnectionFailedError",
@@ -80,6 +84,8 @@ __all__ = [
     "UnauthorizedError",
     "UnavailableError",
     "Usage",
+    "VerifierFailedError",
+    "VerifierTimeoutError",
     "bradley_terry_loss",
     "combine_rewards",
     "grpo_advantage_report",

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rm_client.answers import Row
+from rm_client.answers import Row, ServerInfo
 from rm_client.batches import group_by_prompt
 from rm_client.calls import Completion, Text
 from rm_client.lazy import LazyClient
@@ -128,12 +128,15 @@ class OpenRLHFReward:
     ``queries`` are whole templated texts with their special tokens in them, and are scored as such (one that does not
     stop at an end token as unfinished), like the server's own ``/get_reward``. ``rewards`` are the raw logits;
     ``scores`` lie in (0, 1), as OpenRLHF's filter of groups wants them: the logistic function of the reward,
-    standardised with the mean and spread that `/info` states. All are float32 tensors [N].
+    standardised with the mean and spread that `/info` states; of a server with verifiers only, the reward itself, held
+    between 0 and 1. All are float32 tensors [N].
+    ``send_label``: pass ``labels`` on to the server's verifiers, which then read the answer without its prompt.
     """
 
-    def __init__(self, url: str, **client: Any) -> None:
+    def __init__(self, url: str, *, send_label: bool = False, **client: Any) -> None:
         self._client = LazyClient(url, client)
-        self._spread: tuple[float, float] | None = None
+        self._send_label = send_label
+        self._info: ServerInfo | None = None
 
     def __call__(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
@@ -141,20 +144,24 @@ class OpenRLHFReward:
         import torch
 
         client = self._client.blocking()
-        if self._spread is None:
-            info = client.info()
-            self._spread = (info.reward_mean or 0.0, info.reward_std or 1.0)
-        mean, std = self._spread
-        result = client.score_texts(queries, text_as="templated")
-        rewards = [_certain(reward) for reward in result.rewards]
-        # Never 0 or 1, however extreme the reward: OpenRLHF drops a group whose mean score is either.
-        scores = [min(max(0.5 * (1.0 + math.tanh(0.5 * (reward - mean) / std)), 1e-6), 1 - 1e-6) for reward in rewards]
+        if self._info is None:
+            self._info = client.info()
+        row: Row
+        if self._send_label:
+            batch = group_by_prompt(*_split_queries(queries, prompts), references=labels)
+            groups = client.score_groups(batch.groups, text_as="templated")
+            row = batch.flat(groups.rewards)
+            truncated = None if groups.truncated is None else batch.flat(groups.truncated)
+        else:
+            result = client.score_texts(queries, text_as="templated")
+            row, truncated = result.rewards, result.truncated
+        rewards = [_certain(reward) for reward in row]
         return {
             "rewards": torch.tensor(rewards, dtype=torch.float32),
-            "scores": torch.tensor(scores, dtype=torch.float32),
+            "scores": torch.tensor([_score(reward, self._info) for reward in rewards], dtype=torch.float32),
             "extra_logs": {
                 "rm_reward": torch.tensor(rewards, dtype=torch.float32),
-                "rm_truncated": torch.tensor(result.truncated or [False] * len(rewards), dtype=torch.float32),
+                "rm_truncated": torch.tensor(truncated or [False] * len(rewards), dtype=torch.float32),
             },
         }
 
@@ -190,6 +197,26 @@ def _verl_group(
         prompt = [{"role": "user", "content": prompt}]
     group = {"prompt": prompt, "completions": [solution]}
     return {**group, "reference": truth} if send_reference else group
+
+
+def _split_queries(queries: Sequence[str], prompts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Each query as what stands up to the end of its prompt (a BOS may be in front of it), and the answer."""
+    before, answers = [], []
+    for i, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
+        at = query.find(prompt)
+        if at < 0 or not prompt:
+            raise ValueError(f"queries[{i}] does not hold prompts[{i}], so its answer cannot be told from its prompt")
+        before.append(query[: at + len(prompt)])
+        answers.append(query[at + len(prompt) :])
+    return before, answers
+
+
+def _score(reward: float, info: ServerInfo) -> float:
+    """The reward for OpenRLHF's filter, which drops a group whose mean score is 0 or 1."""
+    if info.raw.get("recipe") is not None and info.raw.get("model_reward_id") is None:
+        return min(max(reward, 0.0), 1.0)  # verifiers: 0 is failed, 1 is passed, and a filter must see them as such
+    standardised = (reward - (info.reward_mean or 0.0)) / (info.reward_std or 1.0)
+    return min(max(0.5 * (1.0 + math.tanh(0.5 * standardised)), 1e-6), 1 - 1e-6)  # however extreme the reward
 
 
 def _certain(reward: float | None) -> float:

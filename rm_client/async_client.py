@@ -1,8 +1,9 @@
 """The asyncio client: RewardClient's methods, awaited.
 
-Invariant: as RewardClient. Rule for event loops: connections belong to the loop that opened them, so there is one pool
-per running loop, opened on first use; ``aclose`` closes the running loop's. Calls from several loops (or several
-``asyncio.run`` one after another) are therefore right, but each loop should close its own pool before it ends.
+Invariant: as RewardClient, and a call never takes longer than its budget. Rule for event loops: connections belong to
+the loop that opened them, so there is one pool per running loop, opened on first use; ``aclose`` closes the running
+loop's. Calls from several loops (or several ``asyncio.run`` one after another) are therefore right, but each loop
+should close its own pool before it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ import httpx
 
 from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, read_info
 from rm_client.calls import Completion, FlatCall, GroupsCall, Text, encode, flat_call, groups_call
-from rm_client.client import attempt_timeout, http_settings, read_response
-from rm_client.errors import ResponseError, RewardClientError
-from rm_client.retry import RetryPolicy, connection_error
+from rm_client.client import attempt_timeout, http_settings, not_ready, patience, read_response, reason_of
+from rm_client.errors import RequestTimeoutError, ResponseError, RewardClientError
+from rm_client.retry import RetryNotice, RetryPolicy, connection_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ class AsyncRewardClient:
         reward_id: str | None = None,
         timeout: float = 120.0,
         connect_timeout: float = 10.0,
-        max_retries: int = 10,
+        max_retries: int = 100,
         budget_seconds: float = 600.0,
         max_connections: int = 128,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -60,6 +61,7 @@ class AsyncRewardClient:
         self._retry = RetryPolicy(max_retries, budget_seconds)
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._sleep, self._clock, self._draw = sleep, clock, draw
+        self._notice = RetryNotice(clock)
         self._tokenizer: str | None = None
 
     async def score(
@@ -108,19 +110,18 @@ class AsyncRewardClient:
 
     async def health(self) -> bool:
         """As RewardClient.health."""
-        return await self._is_ok("health")
+        return await self._why_not("health") is None
 
     async def ready(self) -> bool:
         """As RewardClient.ready."""
-        return await self._is_ok("ready")
+        return await self._why_not("ready") is None
 
     async def wait_until_ready(self, timeout_seconds: float = 300.0) -> None:
         """As RewardClient.wait_until_ready."""
         started = self._clock()
-        while not await self.ready():
+        while (reason := await self._why_not("ready")) is not None:
             if self._clock() - started > timeout_seconds:
-                url = self._settings["base_url"]
-                raise RewardClientError(f"{url}: not ready within {timeout_seconds:g} s", retryable=True)
+                raise not_ready(str(self._settings["base_url"]), timeout_seconds, reason)
             await self._sleep(0.25)
 
     async def aclose(self) -> None:
@@ -154,22 +155,26 @@ class AsyncRewardClient:
         return call.read(answer)
 
     async def _post(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        return await self._request("POST", "score", encode(payload))
+        return await self._request("POST", "score", encode(payload), patience(self._timeout, payload))
 
-    async def _is_ok(self, path: str) -> bool:
+    async def _why_not(self, path: str) -> RewardClientError | None:
+        pool = self._pool()
         try:
-            return (await self._pool().get(path, timeout=self._connect_timeout)).status_code == 200
-        except httpx.RequestError:
-            return False
+            return reason_of(await pool.get(path, timeout=self._connect_timeout))
+        except httpx.RequestError as error:
+            return connection_error(error, str(pool.base_url.join(path)))
 
-    async def _request(self, method: str, path: str, content: bytes | None = None) -> Mapping[str, Any]:
+    async def _request(
+        self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+    ) -> Mapping[str, Any]:
         pool, started, attempt = self._pool(), self._clock(), 0
         while True:
             left = self._retry.budget_seconds - (self._clock() - started)
-            limits = attempt_timeout(self._timeout, self._connect_timeout, left)
+            limits = attempt_timeout(timeout or self._timeout, self._connect_timeout, left)
             try:
-                response = await pool.request(method, path, content=content, timeout=limits)
-                outcome = read_response(response)
+                response = await _within(left, pool.request(method, path, content=content, timeout=limits))
+                late = RequestTimeoutError(f"{pool.base_url.join(path)}: no answer within the budget")
+                outcome = late if response is None else read_response(response)
             except httpx.RequestError as error:
                 outcome = connection_error(error, str(pool.base_url.join(path)))
             if not isinstance(outcome, RewardClientError):
@@ -178,5 +183,21 @@ class AsyncRewardClient:
             wait = self._retry.wait_seconds(outcome, attempt, self._clock() - started, self._draw())
             if wait is None:
                 raise outcome
+            self._notice.say(str(pool.base_url), outcome, wait)
             await self._sleep(wait)
             attempt += 1
+
+
+async def _within(seconds: float, asking: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
+    """The response, or None after so many seconds: httpx bounds each wait, this bounds them all (an answer may drip).
+
+    Not wait_for, which before Python 3.12 loses a cancellation that comes with the answer.
+    """
+    task = asyncio.ensure_future(asking)
+    try:
+        await asyncio.wait({task}, timeout=max(seconds, 0.001))
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -6,10 +6,12 @@ Invariant: every item gets the reward of its own completion, whatever the order 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from rm_client.answers import Row
-from rm_client.calls import Completion, Text
+from rm_client.calls import Completion, Text, plain_value
+from rm_client.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Batch:
     groups: list[dict[str, Any]]
     places: list[tuple[int, int]]
 
-    def flat(self, rows: Sequence[Row]) -> Row:
-        """Rewards per group, [[G], ...], as one list in the flat batch's order."""
+    def flat(self, rows: Sequence[Sequence[T]]) -> list[T]:
+        """Rewards (or flags) per group, [[G], ...], as one list in the flat batch's order."""
         return [rows[group][item] for group, item in self.places]
 
 
@@ -34,7 +36,8 @@ def group_by_prompt(
     """Bring items with equal prompt (and reference) together, so that the server computes each prompt once.
 
     N prompts and N completions; ``finished``: False for a completion that was cut by its length limit. Raises
-    ValueError where the lengths differ: one answer must never be spread over several completions.
+    ValueError where the lengths differ: one answer must never be spread over several completions; InvalidRequestError
+    for a prompt or reference that is not JSON.
     """
     for name, column in (("prompts", prompts), ("references", references), ("finished", finished)):
         if column is not None and len(column) != len(completions):
@@ -47,7 +50,12 @@ def group_by_prompt(
         group: dict[str, Any] = {"prompt": prompt}
         if references is not None and references[k] is not None:
             group["reference"] = references[k]
-        at = known.setdefault(json.dumps(group, sort_keys=True, default=repr), len(groups))
+        try:
+            # As they will be sent: two arrays that only print alike must not share one reference.
+            name = json.dumps(group, default=plain_value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"item {k}: its prompt or reference cannot be sent as JSON: {error}") from None
+        at = known.setdefault(name, len(groups))
         if at == len(groups):
             groups.append({**group, "completions": []})
         content = plain_messages(completion)

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from rm_client.answers import GroupsResult, OnError, ScoreResult, read_groups, read_score
-from rm_client.errors import InvalidRequestError, NonFiniteRewardError, ResponseError, TooLongError
+from rm_client.errors import (
+    InvalidRequestError,
+    NonFiniteRewardError,
+    ResponseError,
+    TooLongError,
+    VerifierFailedError,
+    VerifierTimeoutError,
+)
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates take it."""
@@ -20,7 +27,10 @@ Completion: TypeAlias = Text | Mapping[str, Any]
 """A string, messages, or ``{"content": string or messages, "finished": bool}``."""
 
 
-_ITEMS_OWN_FAULT = {cls.default_type for cls in (InvalidRequestError, TooLongError, NonFiniteRewardError)}
+_ITEMS_OWN_FAULT = {
+    cls.default_type
+    for cls in (InvalidRequestError, TooLongError, NonFiniteRewardError, VerifierFailedError, VerifierTimeoutError)
+}
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -125,7 +135,7 @@ def groups_call(
 def encode(payload: Mapping[str, Any]) -> bytes:
     """JSON as UTF-8. Raises InvalidRequestError for what JSON cannot carry (NaN, images, lone surrogates)."""
     try:
-        text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+        text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain_value)
         return text.encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be sent as JSON: {error}") from error
@@ -150,8 +160,8 @@ def token_rows(input_ids: Any) -> list[list[int]]:
     return rows
 
 
-def _plain(value: Any) -> Any:
-    """Data set columns arrive as NumPy scalars and arrays."""
+def plain_value(value: Any) -> Any:
+    """What ``json`` cannot write by itself: data set columns arrive as NumPy scalars and arrays."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON serializable")
@@ -196,7 +206,8 @@ def _item_entries(error: ResponseError, on_error: OnError, indexes: list[tuple[i
     So does one that happens to have hit every item but lies in none of them (a deadline, a broken forward): a trainer
     that got None for everything would go on, and train on nothing.
     """
-    alone = isinstance(error, NonFiniteRewardError | TooLongError)  # said of items only, even where none is listed
+    # Said of items only, even where none is listed.
+    alone = isinstance(error, NonFiniteRewardError | TooLongError | VerifierFailedError)
     if on_error == "raise" or not (alone or error.errors) or not {e.type for e in error.errors} <= _ITEMS_OWN_FAULT:
         raise error
     stated = {e.index: e for e in error.errors}

@@ -1,6 +1,7 @@
 """The blocking client.
 
-Invariant: a call returns checked rewards or raises one of rm_client.errors; it never takes longer than its budget.
+Invariant: a call returns checked rewards or raises one of rm_client.errors. No attempt begins after the budget, and no
+wait for the server within one is longer than what is left of it.
 One RewardClient is one connection pool; it may be used from many threads. After a fork, make a new one.
 """
 
@@ -17,7 +18,7 @@ import httpx
 from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, read_info
 from rm_client.calls import Completion, FlatCall, GroupsCall, Text, encode, flat_call, groups_call
 from rm_client.errors import InvalidAnswerError, ResponseError, RewardClientError, response_error
-from rm_client.retry import RetryPolicy, connection_error, retry_after_seconds
+from rm_client.retry import RetryNotice, RetryPolicy, connection_error, retry_after_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,15 +28,20 @@ if TYPE_CHECKING:
     from rm_client.calls import Message, ScoreOptions
 
 
+ANSWER_SECONDS = 10.0
+"""What an answer may take beyond its deadline to be made and sent."""
+
+
 class RewardClient:
     """Scores on a reward server, blocking.
 
     ``base_url``: such as ``http://127.0.0.1:8000``; a path in it is kept as a prefix.
     ``api_key``: sent as ``Authorization: Bearer``.
     ``reward_id``: pin; the server refuses to score with another reward model, and every answer is checked.
-    ``timeout``: seconds for one attempt (the server answers 503 before the default passes); ``connect_timeout``:
-    seconds to connect. ``max_retries`` and ``budget_seconds`` bound the attempts and the whole call, waits included;
-    what is retried is in rm_client.retry.
+    ``timeout``: seconds for one attempt (the server answers 503 before the default passes; a call with a longer
+    ``deadline_ms`` waits for that); ``connect_timeout``: seconds to connect. ``budget_seconds`` bounds the whole call,
+    waits included, and ``max_retries`` the attempts (by default the budget ends first: a server that restarts may take
+    minutes to load). What is retried is in rm_client.retry; a warning says so once a minute.
     ``max_connections``: of the pool; more calls at once wait for a free one.
     ``transport``: an httpx transport, the seam for tests. ``sleep``, ``clock``, ``draw``: likewise for time and chance.
     """
@@ -48,7 +54,7 @@ class RewardClient:
         reward_id: str | None = None,
         timeout: float = 120.0,
         connect_timeout: float = 10.0,
-        max_retries: int = 10,
+        max_retries: int = 100,
         budget_seconds: float = 600.0,
         max_connections: int = 128,
         transport: httpx.BaseTransport | None = None,
@@ -61,6 +67,7 @@ class RewardClient:
         self._retry = RetryPolicy(max_retries, budget_seconds)
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._sleep, self._clock, self._draw = sleep, clock, draw
+        self._notice = RetryNotice(clock)
         self._tokenizer: str | None = None
 
     def score(
@@ -117,20 +124,18 @@ class RewardClient:
 
     def health(self) -> bool:
         """Whether the server is alive. One attempt, no exception."""
-        return self._is_ok("health")
+        return self._why_not("health") is None
 
     def ready(self) -> bool:
         """Whether the server can score now. One attempt, no exception."""
-        return self._is_ok("ready")
+        return self._why_not("ready") is None
 
     def wait_until_ready(self, timeout_seconds: float = 300.0) -> None:
-        """Return once the server can score; raises RewardClientError when it cannot within the time."""
+        """Return once the server can score; raises RewardClientError, which says why not, when it cannot in time."""
         started = self._clock()
-        while not self.ready():
+        while (reason := self._why_not("ready")) is not None:
             if self._clock() - started > timeout_seconds:
-                raise RewardClientError(
-                    f"{self._http.base_url}: not ready within {timeout_seconds:g} s", retryable=True
-                )
+                raise not_ready(str(self._http.base_url), timeout_seconds, reason)
             self._sleep(0.25)
 
     def close(self) -> None:
@@ -151,19 +156,21 @@ class RewardClient:
         return call.read(answer)
 
     def _post(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._request("POST", "score", encode(payload))
+        return self._request("POST", "score", encode(payload), patience(self._timeout, payload))
 
-    def _is_ok(self, path: str) -> bool:
+    def _why_not(self, path: str) -> RewardClientError | None:
         try:
-            return self._http.get(path, timeout=self._connect_timeout).status_code == 200
-        except httpx.RequestError:
-            return False
+            return reason_of(self._http.get(path, timeout=self._connect_timeout))
+        except httpx.RequestError as error:
+            return connection_error(error, str(self._http.base_url.join(path)))
 
-    def _request(self, method: str, path: str, content: bytes | None = None) -> Mapping[str, Any]:
+    def _request(
+        self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+    ) -> Mapping[str, Any]:
         started, attempt = self._clock(), 0
         while True:
             left = self._retry.budget_seconds - (self._clock() - started)
-            limits = attempt_timeout(self._timeout, self._connect_timeout, left)
+            limits = attempt_timeout(timeout or self._timeout, self._connect_timeout, left)
             try:
                 response = self._http.request(method, path, content=content, timeout=limits)
                 outcome = read_response(response)
@@ -175,12 +182,13 @@ class RewardClient:
             wait = self._retry.wait_seconds(outcome, attempt, self._clock() - started, self._draw())
             if wait is None:
                 raise outcome
+            self._notice.say(str(self._http.base_url), outcome, wait)
             self._sleep(wait)
             attempt += 1
 
 
 def http_settings(base_url: str, api_key: str | None, max_connections: int) -> dict[str, Any]:
-    """What both clients give to httpx. Raises ValueError for a URL without scheme or host."""
+    """What both clients give to httpx. Raises ValueError for a URL without scheme or host, and for an unusable key."""
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -189,7 +197,11 @@ def http_settings(base_url: str, api_key: str | None, max_connections: int) -> d
         raise ValueError(f"base_url: expected http://HOST:PORT, got {base_url!r}")
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
+        key = api_key.strip()  # it was read from a file, with its line's end
+        if not key or not key.isascii() or not key.isprintable():
+            # Said here and without the key: the HTTP library would quote it in its error.
+            raise ValueError("api_key: must be printable ASCII on one line, and not empty")
+        headers["Authorization"] = f"Bearer {key}"
     # 4 s: below the 5 s after which uvicorn closes an idle connection, so that a request does not meet a closing one.
     limits = httpx.Limits(
         max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=4.0
@@ -197,10 +209,27 @@ def http_settings(base_url: str, api_key: str | None, max_connections: int) -> d
     return {"base_url": url, "headers": headers, "limits": limits}
 
 
+def patience(timeout: float, payload: Mapping[str, Any]) -> float:
+    """Seconds for one attempt of a call: a server that may take until the call's own deadline is given until then."""
+    deadline_ms: float | None = payload.get("deadline_ms")
+    return timeout if deadline_ms is None else max(timeout, deadline_ms / 1000 + ANSWER_SECONDS)
+
+
 def attempt_timeout(timeout: float, connect_timeout: float, left: float) -> httpx.Timeout:
     """Limits of one attempt, none past what is ``left`` of the budget; a call may wait that long for a connection."""
     left = max(left, 0.001)
     return httpx.Timeout(min(timeout, left), connect=min(connect_timeout, left), pool=left)
+
+
+def reason_of(response: httpx.Response) -> RewardClientError | None:
+    """Why a probe's answer is not a yes; None where it is."""
+    answer = None if response.status_code == 200 else read_response(response)
+    return answer if isinstance(answer, RewardClientError) else None
+
+
+def not_ready(url: str, seconds: float, reason: RewardClientError) -> RewardClientError:
+    """What ``wait_until_ready`` raises."""
+    return RewardClientError(f"{url}: not ready within {seconds:g} s; the last try: {reason}", retryable=True)
 
 
 def read_response(response: httpx.Response) -> Mapping[str, Any] | RewardClientError:
@@ -213,6 +242,11 @@ def read_response(response: httpx.Response) -> Mapping[str, Any] | RewardClientE
         return body
     if response.is_success:
         return InvalidAnswerError(f"{response.url}: expected a JSON object", status=response.status_code)
+    if response.is_redirect:
+        target = response.headers.get("Location", "another address")
+        return ResponseError(
+            f"{response.url}: redirects to {target}; give that as base_url", status=response.status_code
+        )
     error = response_error(response.status_code, body, text=response.text)
     error.retry_after_seconds = retry_after_seconds(response.headers.get("Retry-After"), response.headers.get("Date"))
     return error

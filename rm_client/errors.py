@@ -16,10 +16,13 @@
     │   │   ├── OverloadedError
     │   │   ├── LoadingError
     │   │   ├── DrainingError
+    │   │   ├── AsleepError
     │   │   └── NotReadyError
     │   ├── DeadlineExceededError        504
     │   ├── InternalError                500
-    │   └── NonFiniteRewardError         500        the model gave NaN or infinity
+    │   ├── NonFiniteRewardError         500        the model gave NaN or infinity
+    │   └── VerifierFailedError          500        a verifier could not decide
+    │       └── VerifierTimeoutError     500        it took longer than its limit
     ├── ConnectionFailedError            no answer at all; retried
     │   └── RequestTimeoutError          the server took the request and did not answer in time; not retried
     ├── InvalidAnswerError               an answer of the wrong shape or with a reward that is not a finite number
@@ -147,6 +150,12 @@ class DrainingError(UnavailableError):
     default_type = "draining"
 
 
+class AsleepError(UnavailableError):
+    """The server's model is off its device until someone wakes it."""
+
+    default_type = "asleep"
+
+
 class NotReadyError(UnavailableError):
     """The server is up, but no forward has succeeded lately."""
 
@@ -170,6 +179,18 @@ class NonFiniteRewardError(ResponseError):
     """The model gave NaN or infinity."""
 
     default_type = "non_finite_reward"
+
+
+class VerifierFailedError(ResponseError):
+    """A verifier could not decide on an answer: its process died, or ran out of memory."""
+
+    default_type = "verifier_failed"
+
+
+class VerifierTimeoutError(VerifierFailedError):
+    """A verifier took longer than its limit on an answer."""
+
+    default_type = "verifier_timeout"
 
 
 class ConnectionFailedError(RewardClientError):
@@ -242,10 +263,13 @@ _BY_TYPE: Mapping[str, type[ResponseError]] = {
         OverloadedError,
         LoadingError,
         DrainingError,
+        AsleepError,
         NotReadyError,
         DeadlineExceededError,
         InternalError,
         NonFiniteRewardError,
+        VerifierFailedError,
+        VerifierTimeoutError,
     )
 }
 _BY_STATUS: Mapping[int, type[ResponseError]] = {

@@ -1,15 +1,37 @@
-"""When to try again, and after how long. No I/O, no clock, no randomness of its own.
+"""When to try again, after how long, and that it is said. No clock and no randomness of its own.
 
 Invariant: only failures before an answer, and answers that say "not now" (502, 503), are tried again; a refusal (4xx),
 our own failure (500) and a missed deadline (504) never are; and no wait goes past the call's budget.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 import httpx
 
 from rm_client.errors import ConnectionFailedError, RequestTimeoutError, RewardClientError, UnavailableError
+
+logger = logging.getLogger("rm_client")
+
+NOTICE_SECONDS = 60.0
+
+
+class RetryNotice:
+    """A warning in the log that calls are tried again, once a minute at most, however many of them wait."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said_at: float | None = None
+
+    def say(self, url: str, error: RewardClientError, wait_seconds: float) -> None:
+        """About one failed attempt."""
+        now = self._clock()
+        if self._said_at is None or now - self._said_at >= NOTICE_SECONDS:
+            self._said_at = now
+            about = "" if url in error.message else f"{url}: "
+            logger.warning("trying again in %.1f s: %s%s", wait_seconds, about, error)
 
 
 @dataclass(frozen=True)
@@ -20,7 +42,7 @@ class RetryPolicy:
     away together do not come back together. ``budget_seconds`` bounds one call with all its attempts and waits.
     """
 
-    max_retries: int = 10
+    max_retries: int = 100
     budget_seconds: float = 600.0
     first_wait_seconds: float = 0.5
     longest_wait_seconds: float = 30.0

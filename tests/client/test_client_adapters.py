@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,18 @@ def test_grouping_keeps_the_batchs_order() -> None:
     assert len(group_by_prompt([as_text, as_messages], ["1", "2"]).groups) == 2
 
 
+def test_references_that_only_print_alike_do_not_share_a_group() -> None:
+    long, other = np.arange(2000), np.arange(2000)
+    other[1000] = 7
+    close, closer = np.array([0.1234567891]), np.array([0.1234567892])
+    assert (repr(long), repr(close)) == (repr(other), repr(closer))
+    for references in ([long, other, long], [close, closer, close]):
+        batch = group_by_prompt(["p"] * 3, ["1", "2", "3"], references=references)
+        assert [group["completions"] for group in batch.groups] == [["1", "3"], ["2"]]
+    with pytest.raises(rm_client.InvalidRequestError, match="item 1: its prompt or reference cannot be sent as JSON"):
+        group_by_prompt(["p", "p"], ["1", "2"], references=["x", object()])
+
+
 async def test_verl_scores_one_item_with_the_prompt_from_extra_info(served: Any) -> None:
     score = functools.partial(verl_compute_score, url="http://rm", reward_id="sha256:aaaa")
     assert inspect.iscoroutinefunction(score)  # what verl's managers test
@@ -234,6 +247,40 @@ def test_openrlhf_gets_rewards_scores_between_0_and_1_and_logs(served: Any) -> N
     assert sum(request.url.path == "/info" for request in served.requests) == 1
     with pytest.raises(rm_client.PartialFailureError):
         reward_func(["fail"], ["p"], ["l"])
+
+
+def test_openrlhf_labels_reach_the_verifiers_beside_each_prompts_answers(served: Any) -> None:
+    reward_func = OpenRLHFReward("http://rm", send_label=True)
+    out = reward_func(["<s>2+2=four", "1+1=two", "<s>2+2=4"], ["2+2=", "1+1=", "2+2="], ["4", "2", "4"])
+    assert out["rewards"].tolist() == [4.0, 3.0, 1.0]
+    assert served.bodies == [
+        {
+            "groups": [
+                {"prompt": "<s>2+2=", "reference": "4", "completions": ["four", "4"]},
+                {"prompt": "1+1=", "reference": "2", "completions": ["two"]},
+            ],
+            "text_as": "templated",
+        }
+    ]
+    assert out["extra_logs"]["rm_truncated"].tolist() == [0.0] * 3
+    with pytest.raises(ValueError, match=r"queries\[0\] does not hold prompts\[0\]"):
+        reward_func(["abc"], ["x"], ["l"])
+
+
+def test_openrlhf_scores_of_verifiers_are_their_rewards_so_that_its_filter_sees_0_and_1(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = type(served).__call__.__globals__["INFO"]
+    alone = {"recipe": {}, "model_reward_id": None, "reward_mean": None, "reward_std": None}
+    for name, value in alone.items():
+        monkeypatch.setitem(info, name, value)
+    out = OpenRLHFReward("http://rm")(["", "a", "ab"], ["p"] * 3, ["l"] * 3)
+    assert out["scores"].tolist() == [0.0, 1.0, 1.0]
+    beside = {"recipe": {}, "model_reward_id": "sha256:m", "reward_mean": 0.0, "reward_std": 1.0}
+    for name, value in beside.items():
+        monkeypatch.setitem(info, name, value)
+    out = OpenRLHFReward("http://rm")([""], ["p"], ["l"])
+    assert out["scores"].tolist() == [0.5]
 
 
 def test_a_plain_loop_awaits_rewards(served: Any) -> None:

@@ -7,6 +7,7 @@ import rm_client
 
 PUBLIC = [
     "AdvantageReport",
+    "AsleepError",
     "AsyncRewardClient",
     "AsyncRewardFunction",
     "ConnectionFailedError",
@@ -43,6 +44,8 @@ PUBLIC = [
     "UnauthorizedError",
     "UnavailableError",
     "Usage",
+    "VerifierFailedError",
+    "VerifierTimeoutError",
     "bradley_terry_loss",
     "combine_rewards",
     "grpo_advantage_report",

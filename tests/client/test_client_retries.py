@@ -42,12 +42,15 @@ MIRRORED = [
     (504, "deadline_exceeded", rm_client.DeadlineExceededError),
     (500, "internal", rm_client.InternalError),
     (500, "non_finite_reward", rm_client.NonFiniteRewardError),
+    (500, "verifier_failed", rm_client.VerifierFailedError),
+    (500, "verifier_timeout", rm_client.VerifierTimeoutError),
     (418, "teapot", rm_client.ResponseError),
 ]
 WAITED_FOR = [
     (503, "overloaded", rm_client.OverloadedError),
     (503, "loading", rm_client.LoadingError),
     (503, "draining", rm_client.DrainingError),
+    (503, "asleep", rm_client.AsleepError),
     (503, "not_ready", rm_client.NotReadyError),
 ]
 
@@ -80,6 +83,96 @@ def test_not_now_is_repeated_until_it_works(
     assert type(caught.value) is expected
     assert caught.value.num_attempts == 3
     assert "after 3 attempts" in str(caught.value)
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.999])
+def test_by_default_a_server_may_be_away_for_ten_minutes(server: Any, fake_time: Any, draw: float) -> None:
+    server.refusals = [httpx.ConnectError("refused") for _ in range(1000)]
+    with client_of(server, fake_time, draw=draw) as client, pytest.raises(ConnectionFailedError):
+        client.score("p", ["a"])
+    assert 560 < sum(fake_time.waits) < 600
+
+
+@pytest.mark.parametrize(("deadline_ms", "seconds"), [(None, 120.0), (5_000, 120.0), (300_000, 310.0), (9e6, 600.0)])
+def test_a_call_waits_as_long_as_its_own_deadline_within_the_budget(
+    server: Any, fake_time: Any, deadline_ms: float | None, seconds: float
+) -> None:
+    with client_of(server, fake_time) as client:
+        client.score("p", ["a"], deadline_ms=deadline_ms)
+    assert server.requests[0].extensions["timeout"]["read"] == seconds
+
+
+def test_an_api_key_is_sent_without_its_line_end_and_quoted_by_no_error(server: Any, fake_time: Any) -> None:
+    with client_of(server, fake_time, api_key="rm-canary\n") as client:
+        client.score("p", ["a"])
+    assert server.requests[0].headers["Authorization"] == "Bearer rm-canary"
+    for key in ("", " \n", "rm-\ncanary", "rm-canary\x00", "rm-canary\u00e9"):
+        for kind in (RewardClient, AsyncRewardClient):
+            with pytest.raises(ValueError, match="api_key: must be printable ASCII") as caught:
+                kind("http://rm", api_key=key)
+            assert "canary" not in str(caught.value)
+
+
+def test_every_error_of_the_server_has_an_exception_here() -> None:
+    from rm_server import errors
+
+    def below(cls: type[errors.ServerError]) -> set[str]:
+        return {cls.type}.union(*(below(sub) for sub in cls.__subclasses__() if sub.__module__ == errors.__name__))
+
+    administration = {"busy", "checkpoint_refused", "not_enough_memory"}
+    known = {kind for _, kind, _ in (*MIRRORED, *WAITED_FOR)} - {"teapot"}
+    assert below(errors.ServerError) - administration <= known
+
+
+def test_waiting_is_said_once_a_minute_however_many_wait(
+    server: Any, fake_time: Any, refusal: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refusals = [refusal(503, "overloaded", True, Retry_After="20") for _ in range(7)]
+    with client_of(server, fake_time, draw=0.0) as client:
+        client.score("p", ["a"])
+    assert len(fake_time.waits) == 7
+    said = [record.getMessage() for record in caplog.records if record.name == "rm_client"]
+    after = ("", " (after 4 attempts)", " (after 7 attempts)")
+    assert said == [
+        f"trying again in 20.0 s: http://rm: HTTP 503 overloaded: about overloaded{tries}" for tries in after
+    ]
+
+
+def test_not_ready_in_time_says_what_the_last_try_met(server: Any, fake_time: Any, refusal: Any) -> None:
+    with client_of(server, fake_time) as client:
+        server.refusals = [refusal(503, "loading", True) for _ in range(99)]
+        with pytest.raises(RewardClientError, match="not ready within 1 s; the last try: HTTP 503 loading"):
+            client.wait_until_ready(1)
+        server.refusals = [httpx.ConnectError("Connection refused") for _ in range(99)]
+        with pytest.raises(RewardClientError, match="last try: connection_failed: http://rm/ready: Connection refused"):
+            client.wait_until_ready(1)
+        server.refusals = [httpx.Response(200, text="<html>") for _ in range(99)]
+        client.wait_until_ready(1)
+
+
+def test_a_redirect_says_where_to(server: Any, fake_time: Any) -> None:
+    server.refusals = [httpx.Response(308, headers={"Location": "https://rm/score"})]
+    with (
+        client_of(server, fake_time) as client,
+        pytest.raises(rm_client.ResponseError, match="redirects to https://rm"),
+    ):
+        client.score("p", ["a"])
+    assert len(server.requests) == 1
+
+
+async def test_an_answer_that_drips_ends_with_the_budget() -> None:
+    class Drips(httpx.AsyncByteStream):
+        async def __aiter__(self) -> Any:
+            while True:
+                yield b" "
+                await asyncio.sleep(0)
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=Drips())
+
+    async with AsyncRewardClient("http://rm", transport=httpx.MockTransport(answer), budget_seconds=0.05) as client:
+        with pytest.raises(rm_client.RequestTimeoutError, match="no answer within the budget"):
+            await client.score("p", ["a"])
 
 
 def test_the_server_can_say_that_waiting_is_pointless(server: Any, fake_time: Any, refusal: Any) -> None:

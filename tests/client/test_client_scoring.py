@@ -179,12 +179,12 @@ def test_a_hole_without_a_reason_is_a_failure_too(connect: Any, server: Any) -> 
     assert client.score("p", ["a", "bb"], on_error="none").rewards == [None, 2.0]
 
 
-@pytest.mark.parametrize("kind", ["non_finite_reward", "too_long"])
+@pytest.mark.parametrize("kind", ["non_finite_reward", "too_long", "verifier_failed", "verifier_timeout"])
 def test_when_all_items_failed_they_are_none_or_the_reason_is_raised(
     connect: Any, server: Any, refusal: Any, kind: str
 ) -> None:
     client = connect(reward_id=PIN)
-    server.refusals = [refusal(500 if kind == "non_finite_reward" else 422, kind) for _ in range(3)]
+    server.refusals = [refusal(422 if kind == "too_long" else 500, kind) for _ in range(3)]
     with pytest.raises(rm_client.ResponseError, match=kind) as error:
         client.score("p", ["fail"])
     assert error.value.type == kind

@@ -28,17 +28,27 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
+def loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
+    """An example with those that it imports, which are forgotten after the test."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for each in ("grpo_shared", "grpo", "trl_grpo", "rlvr_math"):
+        monkeypatch.setitem(sys.modules, each, types.ModuleType(each))
+        del sys.modules[each]
+    return load(name)
+
+
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    monkeypatch.setitem(sys.modules, "grpo", types.ModuleType("grpo"))
-    return load("grpo")
+    return loaded(monkeypatch, "grpo")
 
 
 @pytest.fixture
 def served(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     real = rm_client.RewardClient
     monkeypatch.setattr(
-        rm_client, "RewardClient", lambda url, **rest: real(url, transport=httpx.MockTransport(server), **rest)
+        rm_client,
+        "RewardClient",
+        lambda url, **rest: real(url, transport=httpx.MockTransport(server), sleep=lambda seconds: None, **rest),
     )
     return server
 
@@ -97,9 +107,10 @@ def test_an_answer_counts_up_to_its_end_token(grpo: types.ModuleType, tiny_base:
 def test_paired_bootstrap_finds_a_shift_that_noise_between_prompts_hides(grpo: types.ModuleType) -> None:
     random = np.random.default_rng(0)
     before = random.normal(size=40) * 10
-    gain, low, high = grpo.paired_bootstrap(before, before + 0.5 + random.normal(size=40) * 0.1)
+    paired_bootstrap = sys.modules["grpo_shared"].paired_bootstrap
+    gain, low, high = paired_bootstrap(before, before + 0.5 + random.normal(size=40) * 0.1)
     assert 0.4 < low < gain < high < 0.6
-    _, low, high = grpo.paired_bootstrap(before, before + random.normal(size=40))
+    _, low, high = paired_bootstrap(before, before + random.normal(size=40))
     assert low < 0 < high
 
 
@@ -111,12 +122,20 @@ def test_a_wrong_server_is_one_line(
     assert capsys.readouterr().err.startswith("grpo: error: HTTP 401 unauthorized")
 
 
+def test_a_server_that_is_not_there_is_one_line_soon(
+    grpo: types.ModuleType, served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.refusals = [httpx.ConnectError("Connection refused") for _ in range(99)]
+    assert grpo.main(["--quick", "--model", "x", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("grpo: error: connection_failed: http://127.0.0.1:8000/info: Connection refused")
+    assert len(served.refusals) == 96
+
+
 def test_sums_are_held_out_and_their_recipe_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from rm_server.recipe import load_recipe
 
-    for name in ("grpo", "trl_grpo", "rlvr_math"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        module = load(name)
+    module = loaded(monkeypatch, "rlvr_math")
     train, held_out = module.sums(types.SimpleNamespace(eval_prompts=40))
     questions = [row["prompt"][0]["content"] for row in train]
     assert (len(train), len(held_out)) == (104, 40)
