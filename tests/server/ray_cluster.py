@@ -1,0 +1,159 @@
+"""A Ray cluster of its own for one test module, and Ray Serve's command line on it. Nothing of Ray is imported here.
+
+Invariant: every process that was started is gone when the context ends; no port and no folder is shared with anybody.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_TO_START = 300
+
+HEAD = """
+import json, sys, ray
+from ray import serve
+from ray.util import list_named_actors
+found = ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=sys.argv[1],
+                 log_to_driver=False, configure_logging=False)
+print(found.address_info["gcs_address"], flush=True)
+for line in sys.stdin:
+    command, _, name = line.strip().partition(" ")
+    names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if "#Scorer#" in actor["name"]]
+    if command == "kill":
+        ray.kill(ray.get_actor(names[0], namespace="serve"), no_restart=True)
+    applications = serve.status().applications
+    print(json.dumps({
+        "replicas": names,
+        "applications": {name: [found.status, found.message] for name, found in applications.items()},
+        "deployments": {name: {key: [value.status, value.replica_states] for key, value in found.deployments.items()}
+                        for name, found in applications.items()},
+    }), flush=True)
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+class Cluster:
+    """What a test does with the cluster."""
+
+    def __init__(self, head: "subprocess.Popen[str]", directory: Path, environment: dict[str, str]) -> None:
+        self._head, self._directory = head, directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        assert head.stdout is not None
+        address = head.stdout.readline().strip()
+        assert address, "the cluster did not start"
+        self._environment = {**environment, "RAY_ADDRESS": address}
+
+    def ask(self, command: str = "status") -> dict[str, Any]:
+        """`status`, or `kill`: end a replica at once."""
+        assert self._head.stdin is not None
+        assert self._head.stdout is not None
+        print(command, file=self._head.stdin, flush=True)
+        return dict(json.loads(self._head.stdout.readline()))
+
+    def deploy(self, *applications: dict[str, Any]) -> None:
+        """Run `serve run` with a config file, and wait until all of it runs."""
+        self.submit(*applications)
+        self.until(self.is_running)
+
+    def submit(self, *applications: dict[str, Any]) -> None:
+        """Run `serve run` with a config file."""
+        config = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": self.port},
+            "applications": list(applications),
+        }
+        file = self._directory / "serve.yaml"
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", str(file)],
+            env=self._environment,
+            cwd=self._directory,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def is_running(self) -> bool:
+        """Every application runs with all its replicas. AssertionError where one failed."""
+        status = self.ask()
+        states = dict(status["applications"].values())
+        assert "DEPLOY_FAILED" not in states, states
+        return set(states) == {"RUNNING"} and all(
+            state == "HEALTHY" and set(replicas) == {"RUNNING"}
+            for found in status["deployments"].values()
+            for state, replicas in found.values()
+        )
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something. Fails when the cluster ends, or after minutes."""
+        for _ in range(SECONDS_TO_START * 4):
+            if condition():
+                return
+            try:
+                raise AssertionError(f"the cluster ended with {self._head.wait(timeout=0.25)}")
+            except subprocess.TimeoutExpired:
+                continue
+        raise AssertionError(f"it never happened: {self.ask()}")
+
+    def samples(self, name: str, prefix: str = "") -> dict[str, float]:
+        """A metric's value for each replica."""
+        lines = httpx.get(f"{self.url}{prefix}/metrics", timeout=60).text.splitlines()
+        found = {}
+        for line in lines:
+            if line.startswith(f"{name}{{"):
+                labels, value = line.removeprefix(name).rsplit(" ", 1)
+                found[labels] = float(value)
+        return found
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """A head node without dashboard, in a folder whose name is short enough for Ray's sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="rs", dir="/tmp"))
+    environment = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        cwd=directory,
+    )
+    try:
+        yield Cluster(head, directory, environment)
+    finally:
+        assert head.stdin is not None
+        head.stdin.close()
+        try:
+            head.wait(timeout=60)
+        finally:
+            head.kill()
+            head.communicate()
+            shutil.rmtree(directory, ignore_errors=True)
