@@ -123,7 +123,9 @@ class Admission:
         finally:
             # Also when the caller left. Had it been let in meanwhile, its room is part of what the request holds.
             for line in (self._newcomers, self._holders, self._late):
-                line.pop(waiter, None)
+                if waiter in line:
+                    del line[waiter]
+                    self.wake()  # it may have been the one that found no room, with others behind it who do
 
     def hold(self, request: Request, tokens: int, items: int) -> None:
         """Count tokens and items as held by a request; negative ones give room back. ``wake`` lets others in."""

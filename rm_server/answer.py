@@ -53,6 +53,8 @@ def build_answer(request: ScoreRequest, scored: Request, model: ServedModel, tot
     if scored.components is not None:
         answer["components"] = {name: _shaped(values, sizes) for name, values in scored.components.items()}
     answer["truncated"] = _shaped(scored.truncated, sizes)
+    if request.token_rewards:
+        answer["token_rewards"] = _shaped([_token_rewards(scored, slot) for slot in range(len(scored.rewards))], sizes)
     if scored.over_training_length:
         answer["over_training_length"] = [place(slot) for slot in sorted(scored.over_training_length)]
     if errors:
@@ -69,6 +71,14 @@ def build_answer(request: ScoreRequest, scored: Request, model: ServedModel, tot
             "forward_ms": round(scored.forward_seconds * 1000, 3),
         },
     }
+
+
+def _token_rewards(scored: Request, slot: int) -> dict[str, Any] | None:
+    reading = scored.readings.get(slot)
+    if reading is None or reading.rewards is None or scored.rewards[slot] is None:
+        return None
+    # What is not a finite number is written as null.
+    return {"start": reading.start, "tokens": reading.texts, "rewards": reading.rewards.tolist()}
 
 
 def _advantages(request: ScoreRequest, rewards: Sequence[float | None], sizes: list[int] | None) -> Any:

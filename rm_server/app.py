@@ -3,9 +3,11 @@
 Invariant: every route is a thin translation to one call of ``ScoringService``.
 """
 
+import asyncio
 import importlib.metadata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypedDict
 
 from fastapi import FastAPI, Request, Response
@@ -38,6 +40,8 @@ from rm_server.scorer import ServedModel
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
 from rm_server.switch import Switch
+from rm_server.token_rewards import refuse_token_rewards
+from rm_server.ui_routes import ui_paths, ui_router
 from rm_server.verification import refuse_unused_reference
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -54,6 +58,8 @@ _FORBIDDEN: dict[str, Any] = {"model": ErrorResponse, "description": "Not an adm
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: _REFUSALS[503]}
 _NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: _REFUSALS[401]}
 _OPEN_PATHS = ("/health", "/ready")
+LARGE_ANSWER = 512
+"""Items from which on advantages are computed off the event loop."""
 _BODY = {
     "requestBody": {
         "required": True,
@@ -95,11 +101,15 @@ def create_app(
         redirect_slashes=False,
     )
     bodies = BodyReader(settings.max_body_bytes, settings.max_waiting_bytes, settings.receive_seconds)
+    open_paths = [*_OPEN_PATHS, *([] if settings.metrics_need_key else ["/metrics"])]
+    if settings.ui:
+        app.include_router(ui_router(service, needs_key=keys.api is not None))
+        open_paths += ui_paths()
     # The last one added is the first one a request meets.
     app.add_middleware(
         RequireKeys,
         keys=keys,
-        open_paths=_OPEN_PATHS if settings.metrics_need_key else (*_OPEN_PATHS, "/metrics"),
+        open_paths=open_paths,
         on_refusal=lambda reason: service.metrics.requests_refused.labels(reason=reason).inc(),
     )
     app.add_middleware(ErrorBoundary)
@@ -176,9 +186,14 @@ async def _score(service: ScoringService, request: ScoreRequest, arrival: float)
         )
     refuse_unused_reference(request, service.rewards)
     deadline_ms = request.deadline_ms or service.settings.default_deadline_ms
-    options = TokenizeOptions(service.max_length, request.truncation, request.text_as)
-    scored = await service.score(list_inputs(request), options, arrival + deadline_ms / 1000)
-    return build_answer(request, scored, model, service.clock() - arrival)
+    inputs = list_inputs(request)
+    if request.token_rewards:
+        refuse_token_rewards(model, len(inputs))
+    options = TokenizeOptions(service.max_length, request.truncation, request.text_as, request.token_rewards)
+    scored = await service.score(inputs, options, arrival + deadline_ms / 1000)
+    answer = partial(build_answer, request, scored, model, service.clock() - arrival)
+    # Advantages of thousands of groups take tenths of a second, in which the event loop must turn.
+    return await asyncio.to_thread(answer) if request.advantages and len(inputs) > LARGE_ANSWER else answer()
 
 
 def _loaded(service: ScoringService) -> ServedModel:

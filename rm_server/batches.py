@@ -6,8 +6,7 @@ Invariant: what was taken out of the waiting items is settled and given back to 
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeVar
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,9 +17,9 @@ from rm_server.groups import Request
 from rm_server.metrics import Metrics
 from rm_server.planner import Batch, plan_batch
 from rm_server.scorer import BatchScorer, ScoredBatch, Scorer
+from rm_server.worker import Worker
 
 logger = logging.getLogger("rm_server")
-T = TypeVar("T")
 
 PROBE_IDS = (0,)
 
@@ -33,10 +32,8 @@ class BatchLoop:
         *,
         admission: Admission,
         metrics: Metrics,
-        worker: Executor,
+        worker: Worker,
         probe_seconds: float,
-        stall_seconds: float,
-        on_stall: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self.last_success: float | None = None
@@ -49,20 +46,10 @@ class BatchLoop:
         self._metrics = metrics
         self._worker = worker
         self._probe_seconds = probe_seconds
-        self._stall_seconds = stall_seconds
-        self._on_stall = on_stall
         self._clock = clock
         self._has_work = asyncio.Event()
-        # When what is on the worker was given to it, oldest first. The worker's thread takes out what is done.
-        self._in_flight: dict[int, float] = {}
-        self._num_given = 0
         # When the last batch ended with more waiting: the gap until the next one is part of what a batch takes.
         self._busy_since: float | None = None
-
-    @property
-    def in_flight_since(self) -> float | None:
-        """Since when the worker has been busy with the same thing; None while it is idle."""
-        return next(iter(tuple(self._in_flight.values())), None)
 
     def notify(self) -> None:
         """Say that there are new waiting items."""
@@ -70,7 +57,7 @@ class BatchLoop:
 
     async def probe(self, model: Scorer) -> None:
         """One forward of one token. Raises what it raises, ValueError for NaN."""
-        await self.on_worker(lambda: probe(model))
+        await self._worker.run(lambda: probe(model))
         self.has_succeeded()
 
     def has_succeeded(self) -> None:
@@ -106,18 +93,21 @@ class BatchLoop:
 
     async def _idle(self) -> None:
         self._has_work.clear()
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event, and the loop never ends.
+        notified = asyncio.ensure_future(self._has_work.wait())
         try:
-            await asyncio.wait_for(self._has_work.wait(), None if self.is_paused else self._probe_seconds)
-        except asyncio.TimeoutError:  # a class of its own before Python 3.11
-            if self.is_paused:
-                return
-            try:
-                await self.probe(self.engines[-1].model)
-            except Exception as error:  # whatever a model raises; `/ready` shows it
-                logger.error("the probe forward failed: %s", describe_exception(error))
-                self._metrics.probes.labels(outcome="failed").inc()
-            else:
-                self._metrics.probes.labels(outcome="succeeded").inc()
+            await asyncio.wait({notified}, timeout=None if self.is_paused else self._probe_seconds)
+        finally:
+            notified.cancel()
+        if notified.done() or self.is_paused:
+            return
+        try:
+            await self.probe(self.engines[-1].model)
+        except Exception as error:  # whatever a model raises; `/ready` shows it
+            logger.error("the probe forward failed: %s", describe_exception(error))
+            self._metrics.probes.labels(outcome="failed").inc()
+        else:
+            self._metrics.probes.labels(outcome="succeeded").inc()
 
     async def _score(self, batch: Batch, scorer: BatchScorer) -> None:
         start = self._clock()
@@ -126,7 +116,7 @@ class BatchLoop:
             item.request.in_flight_items += 1
             self._metrics.queue_seconds.observe(start - item.waiting_since)
         try:
-            scored = await self.on_worker(lambda: scorer.score([item.key for item in batch.items]))
+            scored = await self._worker.run(lambda: scorer.score([item.key for item in batch.items], _read_from(batch)))
         except (
             Exception
         ) as error:  # the scorer catches what the model raises; this is a bug, and reaches the waiters too
@@ -156,6 +146,9 @@ class BatchLoop:
                 requests.add(request)
                 request.forward_seconds += seconds
             request.computed_tokens += charge
+            if item.read_from is not None and item.key in scored.token_rewards:
+                rewards = scored.token_rewards[item.key][item.read_from - item.num_tokens :]
+                request.readings[item.slot] = replace(request.readings[item.slot], rewards=rewards)
             request.settle(item.slot, outcome)
         return requests
 
@@ -173,19 +166,14 @@ class BatchLoop:
         metrics.forward_failures.labels(cause="error").inc(scored.num_failures)
         metrics.forward_failures.labels(cause="out_of_memory").inc(scored.num_out_of_memory)
 
-    async def on_worker(self, work: Callable[[], T]) -> T:
-        """Run on the worker thread, under the eye of the stall timer."""
-        timer = asyncio.get_running_loop().call_later(self._stall_seconds, self._on_stall)
-        self._num_given += 1
-        number = self._num_given
-        self._in_flight[number] = self._clock()
-        future = self._worker.submit(work)
-        # Not when the waiter is cancelled: the thread may be busy with it for long after that.
-        future.add_done_callback(lambda _: self._in_flight.pop(number, None))
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            timer.cancel()
+
+def _read_from(batch: Batch) -> dict[bytes, int]:
+    """Where reading begins in sequences whose reward is wanted at each token; equal ones may ask for more or less."""
+    places: dict[bytes, int] = {}
+    for item in batch.items:
+        if item.read_from is not None:
+            places[item.key] = min(item.read_from, places.get(item.key, item.read_from))
+    return places
 
 
 def probe(model: Scorer) -> None:

@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         keys = Keys.from_files(settings.api_keys_file, settings.admin_keys_file)
         check_tls(settings)
         listener = _listen(settings.host, settings.port)
+        # Read when torch is loaded: a thread that waits for the others sleeps, and leaves its core to the tokenizers.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     except click.ClickException as error:
         _die(error.format_message())
     except SettingsError as error:
@@ -101,7 +103,7 @@ async def _serve(settings: ServerSettings, keys: Keys, listener: socket.socket) 
     await serving
     if complaint:
         _complain(complaint)
-    return code, is_busy or service.forward_seconds_so_far > 0 or service.is_loading_beside
+    return code, is_busy or service.is_busy
 
 
 class _Server(uvicorn.Server):

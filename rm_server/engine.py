@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from rm_server.groups import Request, WaitingItems
+from rm_server.live import RewardWindow
 from rm_server.planner import Counting
 from rm_server.scorer import BatchScorer, ServedModel
 from rm_server.settings import ServerSettings, SettingsError
@@ -33,6 +34,8 @@ class Engine:
         self.is_idle.set()
         self.recent = RecentMean()
         """Of the rewards that were answered."""
+        self.window = RewardWindow()
+        """The last of them, for the live page."""
         self.max_length = settings.max_length or model.max_length
 
     def enter(self, request: Request) -> None:

@@ -8,7 +8,6 @@
     ├── UnauthorizedError              401     unauthorized          no
     ├── ForbiddenError                 403     forbidden             no
     ├── NotFoundError                  404     not_found             no
-    │   └── ModelNotFoundError         404     model_not_found       no
     ├── RewardIdMismatchError          409     reward_id_mismatch    no
     ├── TokenizerMismatchError         409     tokenizer_mismatch    no
     ├── BusyError                      409     busy                  yes   another change of the model is under way
@@ -83,10 +82,6 @@ class ForbiddenError(ServerError):
 
 class NotFoundError(ServerError):
     status, type = 404, "not_found"
-
-
-class ModelNotFoundError(NotFoundError):
-    type = "model_not_found"
 
 
 class RewardIdMismatchError(ServerError):

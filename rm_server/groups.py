@@ -7,6 +7,7 @@ two of these. All of this is touched on the event loop's thread alone.
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,6 +54,16 @@ class SpreadReward(float):
         return reward
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Where in a sequence its answer begins, what text each of the answer's tokens adds, and the rewards read there."""
+
+    start: int
+    texts: list[str]
+    rewards: np.ndarray | None = None
+    """fp32 [n]; None until the item is scored."""
+
+
 class Request:
     """One caller's items. ``rewards`` and ``errors`` fill up; ``on_settled`` is called once, when all are in."""
 
@@ -73,6 +84,8 @@ class Request:
         self.had_turn = False
         self.components: dict[str, list[float | None]] | None = None
         """The parts of each reward, where a recipe combines several; or ``std`` and ``min`` over a model's heads."""
+        self.readings: dict[int, Reading] = {}
+        """By slot, of the items whose reward is wanted at each token."""
         self.tokenize_seconds = 0.0
         self.forward_seconds = 0.0
         self._num_open = num_items
@@ -119,10 +132,12 @@ class Request:
 class Item:
     """One sequence to score, for slot ``slot`` of its request."""
 
-    __slots__ = ("is_waiting", "key", "number", "request", "slot", "waiting_since")
+    __slots__ = ("is_waiting", "key", "number", "read_from", "request", "slot", "waiting_since")
 
-    def __init__(self, key: bytes, request: Request, slot: int) -> None:
+    def __init__(self, key: bytes, request: Request, slot: int, read_from: int | None = None) -> None:
         self.key = key
+        self.read_from = read_from
+        """The token from which on the reward is wanted at each; None: at the last one alone."""
         self.request = request
         self.slot = slot
         self.number = 0

@@ -37,6 +37,7 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
         "exact": settings.exact,
         "prefix_sharing": _on_unless(why_no_sharing(model, settings)),
         "prefix_cache": _on_unless(why_no_cache(model, settings)),
+        "token_rewards": _on_unless(model.token_rewards_off),
         **({} if service.rewards is None else service.rewards.describe(model)),
         "limits": {
             name: getattr(settings, name)

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import orjson
+
 from rm_server.errors import InternalError, InvalidRequestError, ServerError, TooLongError, describe_exception
-from rm_server.groups import key_of
+from rm_server.groups import Reading, key_of
 from rm_server.schema import Completion, Group, Message, ScoreRequest
 from rm_server.scorer import ServedModel
+from rm_server.token_rewards import token_texts
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """A text with more characters than this for every allowed token is refused without tokenising it."""
@@ -54,6 +57,8 @@ class TokenizeOptions:
     max_length: int
     truncation: Literal["error", "left"] = "error"
     text_as: Literal["raw", "chat", "templated"] | None = None
+    token_rewards: bool = False
+    """The reward is wanted at each token of the answer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Tokens:
     key: bytes
     is_truncated: bool = False
     is_finished: bool = True
+    reading: Reading | None = None
+    """The answer's tokens, where the reward is wanted at each of them."""
 
 
 def list_inputs(request: ScoreRequest) -> list[ItemInput]:
@@ -125,6 +132,7 @@ def _tokenize_one(
         )
     try:
         ids, is_finished = (item.ids, True) if item.ids is not None else _render(model, item, options)
+        start = _answer_start(model, item, options, ids) if options.token_rewards else 0
     except RenderError as error:
         return InvalidRequestError(f"{wire_path(item, error.field)}: {error.message}"[:_MAX_MESSAGE])
     except RecursionError:
@@ -140,14 +148,38 @@ def _tokenize_one(
         return InvalidRequestError(
             f"{where}: {ids[place]} is not a token id of this model (0 to {model.vocab_size - 1})"
         )
-    if len(ids) <= limit:
-        return Tokens(key_of(ids), is_finished=is_finished)
-    if options.truncation == "left":
-        ids = truncate_left(ids, limit, model.renderer.tokenizer.bos_token_id)
-        return Tokens(key_of(ids), is_truncated=True, is_finished=is_finished)
-    return TooLongError(
-        f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
-    )
+    is_truncated = len(ids) > limit
+    if is_truncated and options.truncation != "left":
+        return TooLongError(
+            f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
+        )
+    if is_truncated:
+        bos = model.renderer.tokenizer.bos_token_id
+        num_cut, ids = len(ids) - limit, truncate_left(ids, limit, bos)
+        # A BOS that was kept in front is none of the answer's.
+        start = max(start - num_cut, int(limit > 1 and ids[0] == bos))
+    reading = Reading(start, token_texts(model.renderer.tokenizer, ids, start)) if options.token_rewards else None
+    return Tokens(key_of(ids), is_truncated, is_finished, reading)
+
+
+def _answer_start(model: ServedModel, item: ItemInput, options: TokenizeOptions, ids: list[int]) -> int:
+    """The place of the answer's first token: where the same input with an empty answer goes on differently.
+
+    A token that holds the end of the prompt and the beginning of the answer counts as the answer's.
+    """
+    from rm_core.chat import RenderError
+    from rm_core.tree import shared_length
+
+    if item.ids is not None or (item.prompt is None and isinstance(item.completion, str)):
+        return 0
+    empty: Text = ""
+    if isinstance(item.completion, list):
+        empty = [*item.completion[:-1], item.completion[-1].model_copy(update={"content": ""})]
+    try:
+        without, _ = _render(model, replace(item, completion=empty), options)
+    except RenderError:
+        return 0  # a template that prints no empty answer: all of it is shown
+    return min(shared_length(without, ids), len(ids) - 1)
 
 
 def _render(model: ServedModel, item: ItemInput, options: TokenizeOptions) -> tuple[list[int], bool]:
@@ -196,10 +228,28 @@ def _size(text: Text | None) -> int:
 
 
 def _content_size(message: Message) -> int:
-    extras = (message.thinking, message.reasoning_content)
+    extras = (message.thinking, message.reasoning_content, message.role, message.name, message.tool_call_id)
     size = 16 + sum(len(extra) for extra in extras if extra)
+    if message.tool_calls:
+        size += _json_size(message.tool_calls)
     if isinstance(message.content, str):
         return size + len(message.content)
     return size + sum(
         len(part.get("text") or "") for part in message.content or () if isinstance(part.get("text"), str)
     )
+
+
+def _json_size(value: Any) -> int:
+    """Characters of decoded JSON, about."""
+    try:
+        return len(orjson.dumps(value))
+    except orjson.JSONEncodeError:  # nested more deeply than it writes, though it reads that
+        size, stack = 0, [value]
+        while stack:
+            part = stack.pop()
+            size += 2 + (len(part) if isinstance(part, str) else 0)
+            if isinstance(part, dict):
+                stack += [*part.keys(), *part.values()]
+            elif isinstance(part, list):
+                stack += part
+        return size

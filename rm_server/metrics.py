@@ -24,7 +24,7 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         self.request_seconds = histogram(
-            "rm_request_seconds", "From the body's arrival to the answer", _SECONDS, "route"
+            "rm_request_seconds", "From arrival to the answer, of requests answered with 200", _SECONDS, "route"
         )
         self.admission_seconds = histogram("rm_admission_seconds", "A part's wait for room in the queue", _SECONDS)
         self.tokenize_seconds = histogram("rm_tokenize_seconds", "Rendering and tokenising one part", _SECONDS)
@@ -56,7 +56,7 @@ class Metrics:
         self.forward_failures = counter("rm_forward_failures", "Forwards that raised, by cause", "cause")
         self.probes = counter("rm_probes", "Probe forwards of an idle server", "outcome")
         self.audit_records = counter("rm_audit_records", "Records of the audit log, written or lost", "outcome")
-        self.stalls = counter("rm_stalls", "Forwards that took longer than stall_seconds")
+        self.stalls = counter("rm_stalls", "Forwards, or tokenising, that took longer than stall_seconds")
 
         self.reward_recent_mean = Gauge(
             "rm_reward_recent_mean", "Mean of about the last 1000 rewards; NaN before the first", registry=registry

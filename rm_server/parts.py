@@ -22,12 +22,17 @@ class PartCutter:
         self._max_estimate = settings.max_queued_tokens
         self._tokens_per_character = 0.3
 
-    def next_part(self, inputs: Sequence[ItemInput], start: int) -> tuple[int, int]:
-        """Where the part that begins at ``start`` ends, and the tokens it is thought to have."""
+    def next_part(self, inputs: Sequence[ItemInput], start: int, max_length: int) -> tuple[int, int]:
+        """Where the part that begins at ``start`` ends, and the tokens it is thought to have.
+
+        No item counts for more than ``max_length``: over it, it will be refused or cut. An estimate beyond the whole
+        room would have to wait until the room is empty, and everybody else behind it.
+        """
         total, stop = 0, start
         while stop < len(inputs) and stop - start < PART_ITEMS:
             item = inputs[stop]
             size = item.size if item.ids is not None else int(item.size * self._tokens_per_character) + 8
+            size = min(size, max_length)
             if stop > start and total + size > self._max_tokens:
                 break
             total, stop = total + size, stop + 1

@@ -7,12 +7,21 @@ Invariant: as in ``schema``: a field is understood, or it is refused by name. A 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from rm_server.errors import InvalidRequestError
 from rm_server.inputs import ItemInput
-from rm_server.schema import _MESSAGES, _TEXT, MAX_DEADLINE_MS, Messages, TextOrMessages, _form, parse_as
+from rm_server.schema import (
+    _MESSAGES,
+    _TEXT,
+    MAX_DEADLINE_MS,
+    Messages,
+    TextOrMessages,
+    _exactly_one,
+    _form,
+    parse_as,
+)
 from rm_server.schema import _Strict as Strict
 
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -35,6 +44,8 @@ class OpenRLHFRequest(Strict):
 
 class VllmClassifyRequest(Strict):
     """`POST /classify` as vLLM's clients and verl send it: `input` or `messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _exactly_one(("input",), ("messages",))})
 
     model: str | None = None
     """Any name; it is given back."""
@@ -77,6 +88,8 @@ class VllmClassifyRequest(Strict):
 
 class SGLangClassifyRequest(Strict):
     """`POST /classify` as SGLang's clients send it: `text` or `input_ids`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _exactly_one(("text",), ("input_ids",))})
 
     model: str | None = None
     text: TextOrTexts | None = None

@@ -115,8 +115,23 @@ class AdvantageOptions(_Strict):
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
+_SCORE_FORMS = (("prompt", "completions"), ("groups",), ("texts",), ("conversations",), ("input_ids",))
+
+
+def _exactly_one(*forms: tuple[str, ...]) -> list[Any]:
+    """JSON Schema for "the fields of one of these forms are given, those of the others are not"; null is not given."""
+    names = [name for form in forms for name in form]
+    null = {"type": "null"}
+    return [
+        {"required": [*form], "properties": {name: {"not": null} if name in form else null for name in names}}
+        for form in forms
+    ]
+
+
 class ScoreRequest(_Strict):
     """One of `prompt` + `completions`, `groups`, `texts`, `conversations`, `input_ids`; the rest is optional."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _exactly_one(*_SCORE_FORMS)})
 
     prompt: Prompt | None = None
     completions: Completions | None = None
@@ -138,6 +153,9 @@ class ScoreRequest(_Strict):
     """Pin: refuse (409) if the server scores with another reward model."""
     advantages: AdvantageOptions | None = None
     """Also answer group-relative advantages. A flat list is one group."""
+    token_rewards: bool = False
+    """Also answer the reward as it is read at each token of an answer, in the same forward. It shows where the reward
+    moved; it is not a reward for a token."""
     deadline_ms: float | None = Field(default=None, gt=0, le=MAX_DEADLINE_MS, allow_inf_nan=False)
     """Milliseconds from arrival after which an answer is of no use; the server's default where it is not given."""
 
@@ -182,6 +200,21 @@ class ItemErrorBody(BaseModel):
     retryable: bool
 
 
+class TokenRewardsBody(BaseModel):
+    """The reward as the model reads it at each token of an answer, had the sequence ended there; the last one is the
+    model's reward. An item of `texts` or `input_ids` is an answer as a whole."""
+
+    start: int
+    """Place of the answer's first token in its sequence."""
+    tokens: list[str]
+    """What each token adds to the text; empty within a character of several tokens."""
+    rewards: Rewards
+    """null where the model gave no finite number."""
+
+
+TokenRewards = list[TokenRewardsBody | None]
+
+
 class UsageBody(BaseModel):
     """`tokens`: lengths of the sequences. `computed_tokens`: what was computed for them; sharing saved the rest."""
 
@@ -205,6 +238,8 @@ class ScoreResponse(BaseModel):
     advantages: Rewards | list[Rewards] | None = None
     """0 where there is no reward."""
     truncated: list[bool] | list[list[bool]]
+    token_rewards: TokenRewards | list[TokenRewards] | None = None
+    """Only when asked for, in the shape of `rewards`; null where there is no reward."""
     over_training_length: list[list[int]] | None = None
     """Places of sequences that are longer than any the model was trained on."""
     components: dict[str, Rewards | list[Rewards]] | None = None

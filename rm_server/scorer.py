@@ -7,8 +7,8 @@ tokens that its successful forwards computed.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -35,7 +35,12 @@ class Scorer(Protocol):
     """What computes rewards: ``rm_core.model.RewardModel``, or a test's fake."""
 
     def score_batch(
-        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: "PrefixCache | None" = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+        cache: "PrefixCache | None" = None,
+        read_from: Sequence[int | None] | None = None,
     ) -> "Scored":
         """Rewards of N sequences in forward passes of at most ``max_tokens`` tokens, and what each of them cost."""
 
@@ -70,6 +75,8 @@ class ServedModel(Scorer, Protocol):
     @property
     def sharing_off(self) -> str | None: ...
     @property
+    def token_rewards_off(self) -> str | None: ...
+    @property
     def renderer(self) -> "Renderer": ...
     @property
     def record(self) -> "CheckpointRecord | None": ...
@@ -92,6 +99,8 @@ class ScoredBatch:
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     """For the log: type and place of each exception."""
+    token_rewards: dict[bytes, np.ndarray] = field(default_factory=dict)
+    """fp32 [n] at the last n tokens of a sequence, of those for which they were wanted."""
 
     @property
     def computed_tokens(self) -> int:
@@ -125,14 +134,19 @@ class BatchScorer:
         self._clock = clock
         self._good_forwards = 0
         self._uses_cache = False
+        self._read_from: Mapping[bytes, int] = {}
 
     def known_length(self, key: bytes) -> int:
         """Tokens at the beginning of a sequence that would come from the cache."""
         return self.cache.known_length(tuple(ids_of(key))) if self.cache is not None else 0
 
-    def score(self, keys: Sequence[bytes]) -> ScoredBatch:
-        """Score the sequences of a planned batch; equal ones are computed once, and share the cost."""
+    def score(self, keys: Sequence[bytes], read_from: Mapping[bytes, int] | None = None) -> ScoredBatch:
+        """Score the sequences of a planned batch; equal ones are computed once, and share the cost.
+
+        ``read_from``: of some sequences, the place from which on the reward is wanted at every token.
+        """
         scored = ScoredBatch()
+        self._read_from = read_from or {}
         start = self._clock()
         fan_out = Counter(keys)
         unique = list(fan_out)
@@ -159,8 +173,7 @@ class BatchScorer:
 
     def _forward(self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float], limit: int) -> list[float]:
         scored.num_forwards += 1
-        cache = self.cache if self._uses_cache else None
-        done = self.model.score_batch([ids_of(key) for key in keys], max_tokens=limit, cache=cache)
+        done = self._run(keys, limit, scored)
         rewards = np.asarray(done.rewards, dtype=np.float32)
         if rewards.shape != (len(keys),):
             raise ValueError(f"the model gave rewards of shape {rewards.shape} for {len(keys)} sequences")
@@ -170,6 +183,24 @@ class BatchScorer:
             return list(map(float, rewards))
         spread = zip(rewards, done.heads.std(axis=1), done.heads.min(axis=1), strict=True)
         return [SpreadReward(*map(float, values)) for values in spread]
+
+    def _run(self, keys: list[bytes], limit: int, scored: ScoredBatch) -> "Scored":
+        sequences = [ids_of(key) for key in keys]
+        read_from = [self._read_from.get(key) for key in keys]
+        cache = self.cache if self._uses_cache else None
+        if all(place is None for place in read_from):
+            return self.model.score_batch(sequences, max_tokens=limit, cache=cache)
+        done = self.model.score_batch(sequences, max_tokens=limit, cache=cache, read_from=read_from)
+        for key, read in zip(keys, done.token_rewards or (), strict=True):
+            if read is not None:
+                scored.token_rewards[key] = read
+        if self._counting != "alone":
+            return done
+        # Reading more rows may change the last bit of the reward, which must be the same whatever is asked beside it.
+        alone = self.model.score_batch(sequences, max_tokens=limit)
+        for key, reward in zip(keys, alone.rewards, strict=True):
+            scored.token_rewards[key] = np.append(scored.token_rewards[key][:-1], reward)
+        return replace(alone, computed_tokens=alone.computed_tokens + done.computed_tokens)
 
     def _score(
         self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float], *, is_retry: bool = False

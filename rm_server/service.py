@@ -8,22 +8,16 @@ Invariant: whatever happens, each request's every item is settled exactly once, 
 """
 
 import asyncio
-import contextlib
-import contextvars
 import logging
 import math
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from rm_server.admission import Admission
-from rm_server.audit import AuditLog, ids_digest
+from rm_server.audit import AuditLog
 from rm_server.batches import BatchLoop
 from rm_server.engine import Engine, check_limits
 from rm_server.errors import (
@@ -35,14 +29,15 @@ from rm_server.errors import (
     ServerError,
     TooLargeError,
 )
-from rm_server.groups import Item, Request, WaitingItems
-from rm_server.inputs import ItemInput, TokenizeOptions, tokenize
+from rm_server.groups import Request, WaitingItems
+from rm_server.inputs import ItemInput, TokenizeOptions
+from rm_server.intake import Intake
 from rm_server.logs import current_request_id
 from rm_server.metrics import Metrics
-from rm_server.parts import PartCutter
 from rm_server.scorer import ServedModel
 from rm_server.settings import ServerSettings
 from rm_server.verification import rewards_of
+from rm_server.worker import Worker
 
 logger = logging.getLogger("rm_server")
 T = TypeVar("T")
@@ -73,24 +68,31 @@ class ScoringService:
             max_batch_tokens=settings.max_batch_tokens,
             clock=clock,
         )
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rm-scorer")
-        self._tokenizers = ThreadPoolExecutor(
-            settings.num_tokenizer_threads, thread_name_prefix="rm-tokenizer", initializer=_step_back
+        self._worker = Worker(
+            "rm-scorer",
+            stall_seconds=settings.stall_seconds,
+            on_stall=partial(self._on_stall, "a forward"),
+            clock=clock,
         )
         self._batches = BatchLoop(
             admission=self.admission,
             metrics=self.metrics,
             worker=self._worker,
             probe_seconds=settings.probe_seconds,
-            stall_seconds=settings.stall_seconds,
-            on_stall=self._on_stall,
+            clock=clock,
+        )
+        self._intake = Intake(
+            settings,
+            admission=self.admission,
+            metrics=self.metrics,
+            notify=self._batches.notify,
+            on_stall=partial(self._on_stall, "the tokenizer"),
             clock=clock,
         )
         self._task: asyncio.Task[None] | None = None
         self._num_open = 0
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
-        self._parts = PartCutter(settings)
 
     # ------------------------------------------------------------------ life
 
@@ -101,7 +103,7 @@ class ScoringService:
         """
         if self.rewards is not None:
             await asyncio.to_thread(self.rewards.start)
-        loaded = await asyncio.get_running_loop().run_in_executor(self._worker, load)
+        loaded = await asyncio.get_running_loop().run_in_executor(self._worker.executor, load)
         model = self.dress(loaded)
         check_limits(self.settings, model)
         await self._batches.probe(model)
@@ -130,7 +132,7 @@ class ScoringService:
 
     async def on_worker(self, work: Callable[[], T]) -> T:
         """Run something on the thread that runs the model, between two batches."""
-        return await self._batches.on_worker(work)
+        return await self._worker.run(work)
 
     async def fall_asleep(self) -> None:
         """Take no new requests, and wait for those that are open: ``grace_seconds``, then they get the same error."""
@@ -176,8 +178,8 @@ class ScoringService:
             await asyncio.wait({self._task})
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
-        self._worker.shutdown(wait=False, cancel_futures=True)
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+        self._intake.tokenizers.close()
         if self.rewards is not None:
             await asyncio.to_thread(self.rewards.close)
 
@@ -214,10 +216,9 @@ class ScoringService:
         return self.admission.longest_item
 
     @property
-    def forward_seconds_so_far(self) -> float:
-        """How long the forward in flight has been running; 0 when there is none."""
-        since = self._batches.in_flight_since
-        return 0.0 if since is None else self.clock() - since
+    def is_busy(self) -> bool:
+        """Whether a thread is at work that nothing can stop: a forward, tokenising, or loading another checkpoint."""
+        return self._worker.busy_seconds > 0 or self._intake.tokenizers.busy_seconds > 0 or self.is_loading_beside
 
     def why_not_serving(self) -> ServerError | None:
         """The error for new requests, or None while they are taken."""
@@ -234,8 +235,9 @@ class ScoringService:
         error = self.why_not_serving()
         if error is not None:
             return error
-        if self.forward_seconds_so_far > self.settings.stall_seconds:
-            return NotReadyError(f"a forward has been running for {self.forward_seconds_so_far:.0f} s", 5)
+        for what, worker in (("a forward", self._worker), ("the tokenizer", self._intake.tokenizers)):
+            if worker.busy_seconds > self.settings.stall_seconds:
+                return NotReadyError(f"{what} has been running for {worker.busy_seconds:.0f} s", 5)
         age = self.clock() - (self._batches.last_success or 0.0)
         if age > self.settings.ready_seconds:
             return NotReadyError(f"no forward has succeeded for {age:.0f} s", 5)
@@ -256,9 +258,9 @@ class ScoringService:
             self.metrics.cache_bytes.set(cache.num_bytes if cache is not None else 0)
             self.metrics.cache_prefixes.set(len(cache) if cache is not None else 0)
 
-    def _on_stall(self) -> None:
+    def _on_stall(self, what: str) -> None:
         self.metrics.stalls.inc()
-        logger.error("a forward has been running for %g s: it is stuck", self.settings.stall_seconds)
+        logger.error("%s has been running for %g s: it is stuck", what, self.settings.stall_seconds)
         if self.exit_on_stall is not None:
             self.exit_on_stall()
 
@@ -294,7 +296,7 @@ class ScoringService:
                 else self.rewards.begin(inputs, engine.model, is_templated=options.text_as == "templated")
             )
             if self.rewards is None or self.rewards.recipe.model_part is not None:
-                await self._feed(engine, request, inputs, options, deadline)
+                await self._intake.feed(engine, request, inputs, options, deadline, settled)
                 await asyncio.wait({settled}, timeout=max(deadline - self.clock(), 0))
             else:
                 self.metrics.requests_admitted.inc()
@@ -313,71 +315,10 @@ class ScoringService:
         for reward in request.rewards:
             if reward is not None:
                 engine.recent.add(reward)
+                engine.window.add(reward)
         if self._audit is not None:
             self._audit.record(current_request_id(), engine.model, request)
         return request
-
-    async def _feed(
-        self,
-        engine: Engine,
-        request: Request,
-        inputs: Sequence[ItemInput],
-        options: TokenizeOptions,
-        deadline: float,
-    ) -> None:
-        """Admit, tokenise and enqueue part by part. What cannot be admitted is settled with the reason."""
-        loop = asyncio.get_running_loop()
-        start = 0
-        while start < len(inputs) and self.clock() < deadline:
-            stop, estimate = self._parts.next_part(inputs, start)
-            begin = self.clock()
-            try:
-                await self.admission.admit(request, estimate, stop - start, deadline)
-            except ServerError as error:
-                for slot in range(start, len(inputs)):
-                    request.settle(slot, error)
-                return
-            if start == 0:
-                self.metrics.requests_admitted.inc()
-            admitted = self.clock()
-            self.metrics.admission_seconds.observe(admitted - begin)
-            part = inputs[start:stop]
-            # In the request's context, so that what is logged there names the request.
-            work = partial(contextvars.copy_context().run, tokenize, engine.model, part, options, logger.error)
-            outcomes = await loop.run_in_executor(self._tokenizers, work)
-            seconds = self.clock() - admitted
-            self.metrics.tokenize_seconds.observe(seconds)
-            request.tokenize_seconds += seconds
-            items: list[Item] = []
-            for slot, outcome in enumerate(outcomes, start):
-                if isinstance(outcome, ServerError):
-                    request.settle(slot, outcome)
-                    continue
-                items.append(Item(outcome.key, request, slot))
-                request.truncated[slot] = outcome.is_truncated
-                if self._audit is not None:
-                    request.digests[slot] = (ids_digest(outcome.key), items[-1].num_tokens)
-                self.metrics.items_unfinished.inc(not outcome.is_finished)
-            self._enqueue(engine, request, items, estimate, stop - start)
-            self._parts.learn(part, items)
-            start = stop
-
-    def _enqueue(self, engine: Engine, request: Request, items: list[Item], estimate: int, num_estimated: int) -> None:
-        num_tokens = sum(item.num_tokens for item in items)
-        self.admission.hold(request, num_tokens - estimate, len(items) - num_estimated)
-        request.num_tokens += num_tokens
-        record = engine.model.record
-        training_length = record.training_length if record is not None else None
-        now = self.clock()
-        for item in items:
-            item.waiting_since = now
-            if training_length is not None and item.num_tokens > training_length:
-                request.over_training_length.append(item.slot)
-        if engine.counting == "padded":
-            items = sorted(items, key=lambda item: item.num_tokens)  # rows of one length pad each other least
-        engine.waiting.add(items)
-        self.admission.wake()
-        self._batches.notify()
 
     def _let_go(self, engine: Engine, request: Request) -> None:
         """Drop what still waits and give back what is held for it; the batch in flight gives back the rest itself."""
@@ -393,11 +334,3 @@ class ScoringService:
 
     def _count_audited(self, outcome: str, records: int) -> None:
         self.metrics.audit_records.labels(outcome=outcome).inc(records)
-
-
-def _step_back() -> None:
-    """Let the forward have the cores: what is tokenised now waits for its end anyway, and a product's threads wait for
-    the slowest of them. Linux gives each thread a priority of its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a container may forbid it; nothing depends on it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

@@ -43,7 +43,7 @@ class ServerSettings(BaseModel):
     """CPU threads of a forward; 0 leaves it to torch."""
     max_length: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; null takes the model's context."""
-    max_batch_tokens: int = Field(default=4096, ge=16)
+    max_batch_tokens: int = Field(default=12288, ge=16)
     """Tokens of one forward, after prefix sharing. A longer sequence is computed in pieces of this size; alone and
     whole by a model that pads."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
@@ -81,9 +81,9 @@ class ServerSettings(BaseModel):
     probe_seconds: float = Field(default=20.0, gt=0)
     """An idle server scores one token this often, to know that it still can."""
     stall_seconds: float = Field(default=300.0, gt=0)
-    """A forward that takes longer is stuck: the server is not ready."""
+    """A forward that takes longer, or a tokenizer over one part of a request, is stuck: the server is not ready."""
     exit_on_stall: bool = False
-    """End the process (exit 70) when a forward is stuck, for a supervisor that restarts it."""
+    """End the process (exit 70) when a forward or the tokenizer is stuck, for a supervisor that restarts it."""
     grace_seconds: float = Field(default=30.0, ge=0)
     """After SIGTERM: how long admitted requests may take to finish."""
     api_keys_file: str | None = None
@@ -91,6 +91,8 @@ class ServerSettings(BaseModel):
     for."""
     admin_keys_file: str | None = None
     """File of admin keys, in the same form. An admin key opens every route. Without it `/admin` is closed."""
+    ui: bool = True
+    """Show the page at `/`: playground, checkpoint, live numbers (docs/playground.md)."""
     metrics_need_key: bool = False
     """Ask for a key on `/metrics` too."""
     ssl_certfile: str | None = None

@@ -161,8 +161,6 @@ class Switch:
             if lacking is not None:
                 raise NotEnoughMemoryError(f"{checkpoint}: {lacking}", 30)
             model = self._service.dress(self._load(settings, checkpoint))
-            if self._service.rewards is not None:
-                model = self._service.rewards.dress(model)
             if reward_id is not None and model.reward_id != reward_id:
                 raise RewardIdMismatchError(f"reward_id: {checkpoint} is {model.reward_id}, not the one expected")
             check_limits(settings, model)

@@ -255,6 +255,7 @@ class NoModel:
     device = "none"
     shares_prefixes = False
     sharing_off = "there is no model"
+    token_rewards_off = "there is no model"
     record: Any = None
 
     def __init__(self, pool: VerifierPool) -> None:

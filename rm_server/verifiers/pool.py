@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import orjson
+
 from rm_server.errors import (
     DrainingError,
     InvalidRequestError,
@@ -159,9 +161,13 @@ class _Worker:
     pid: int
 
     def ask(self, part: str, answer: Answer, seconds: float) -> dict[str, Any]:
-        """Raises TimeoutError when the time is up, EOFError or OSError where the process died."""
+        """Raises TimeoutError when the time is up, EOFError or OSError where the process died, InvalidRequestError."""
         task = {"part": part, "text": answer.text, "reference": answer.reference, "finished": answer.finished}
-        self.connection.send_bytes(json.dumps({**task, "seconds": seconds}).encode())
+        try:
+            content = orjson.dumps({**task, "seconds": seconds})
+        except orjson.JSONEncodeError:  # it writes 254 levels; json would write more than the worker can read
+            raise InvalidRequestError(f"{part}: reference: is nested too deeply") from None
+        self.connection.send_bytes(content)
         if not self.connection.poll(seconds):
             raise TimeoutError
         reply: dict[str, Any] = json.loads(self.connection.recv_bytes())

@@ -40,6 +40,7 @@ class FakeModel:
     record: Any = None
     shares_prefixes = True
     sharing_off: str | None = None
+    token_rewards_off: str | None = None
 
     def __init__(self, renderer: Any, max_length: int = 512) -> None:
         self.renderer = renderer
@@ -53,7 +54,12 @@ class FakeModel:
         self.entered = threading.Event()
 
     def score_batch(
-        self, sequences: Sequence[Sequence[int]], *, max_tokens: int | None = None, cache: Any = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+        cache: Any = None,
+        read_from: Sequence[int | None] | None = None,
     ) -> Scored:
         batch = [list(ids) for ids in sequences]
         self.entered.set()
@@ -66,7 +72,13 @@ class FakeModel:
         for before, i in zip([-1, *order], order, strict=False):
             shared = shared_length(batch[before], batch[i]) if before >= 0 else 0
             computed[i] = len(batch[i]) - (shared if shared >= MIN_SHARED else 0)
-        return Scored(rewards, computed, 0)
+        reads = [
+            None
+            if start is None
+            else np.array([expected_score(ids[: end + 1]) for end in range(start, len(ids))], "f4")
+            for ids, start in zip(batch, read_from or (), strict=False)
+        ]
+        return Scored(rewards, computed, 0, token_rewards=reads if read_from is not None else None)
 
     def leave_device(self) -> int:
         self.is_away = True

@@ -165,6 +165,21 @@ async def test_caller_who_leaves_the_line_is_forgotten() -> None:
     assert admission.tokens == 300
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+async def test_who_waits_behind_one_that_leaves_or_gives_up_comes_in_at_once(gives_up: bool) -> None:
+    admission, _ = door()
+    await start(admission, 900)
+    _, large = await start(admission, 200, deadline=0.2 if gives_up else 60)
+    _, small = await start(admission, 50)
+    assert not small.done() or large.done()
+    if not gives_up:
+        large.cancel()
+    await asyncio.wait({large})
+    assert large.cancelled() or isinstance(large.exception(), OverloadedError)
+    await settle()
+    assert small.done(), "the room is there; nothing has to end first"
+
+
 async def test_closing_the_door_refuses_who_waits_and_who_comes() -> None:
     admission, _ = door()
     await start(admission, 900)

@@ -1,13 +1,17 @@
-"""The Grafana dashboard asks for nothing that the server does not export."""
+"""The Grafana dashboard and the alerts ask for nothing that the server does not export."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rm_server import ScoringService, ServerSettings
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "betterthan.json"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DASHBOARD = DEPLOY / "grafana" / "betterthan.json"
+RULES = DEPLOY / "prometheus" / "rules.yml"
 OF_PROMETHEUS = {"job", "instance", "le"}
 
 
@@ -28,10 +32,18 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
     return asked + [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
 
 
+def alerts() -> list[str]:
+    """Expressions of the alerts about metrics of the server; ``up`` is Prometheus' own."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    asked = [rule["expr"] for group in groups for rule in group["rules"]]
+    return [query for query in asked if not query.startswith("up{")]
+
+
 def test_every_query_names_metrics_and_labels_that_exist() -> None:
     known, asked = exported(), queries(json.loads(DASHBOARD.read_text(encoding="utf-8")))
     assert len(asked) > 30
-    for query in asked:
+    assert len(alerts()) >= 7
+    for query in asked + alerts():
         names = re.findall(r"\b(rm_[a-z0-9_]+)", query)
         assert names, query
         assert set(names) <= known.keys(), query

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +348,61 @@ async def test_stuck_forward_makes_it_not_ready_and_tells_the_supervisor(fake: A
         fake.gate.set()
         assert (await scoring).status_code == 200
         assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.fixture
+def stuck(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fake with a tokenizer that hangs on the text ``stuck`` until the event is set."""
+    real, event = fake.renderer.render_text, threading.Event()
+
+    def render(text: str, **options: Any) -> list[int]:
+        assert text != "stuck" or event.wait(30), "the test never let it go"
+        return list(real(text, **options))
+
+    monkeypatch.setattr(fake.renderer, "render_text", render)
+    yield event
+    event.set()
+
+
+async def test_stuck_tokenizer_keeps_no_caller_beyond_its_deadline_and_is_told_to_the_supervisor(
+    fake: Any, serve: Serve, stuck: threading.Event, score_of: Any, eventually: Any
+) -> None:
+    async with serve(fake, stall_seconds=0.2) as (client, service):
+        stalled = asyncio.Event()
+        service.exit_on_stall = stalled.set
+        body = {"texts": ["stuck"], "deadline_ms": 50}
+        behind = {"texts": ["a"], "deadline_ms": 50}
+        for response in await asyncio.gather(*(client.post("/score", json=one) for one in (body, behind))):
+            assert (response.status_code, response.json()["error"]["type"]) == (504, "deadline_exceeded")
+        assert service.admission.tokens == service.admission.items == service.num_open == 0
+        assert service.is_busy
+        await asyncio.wait_for(stalled.wait(), 10)
+        response = await client.get("/ready")
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "not_ready")
+        assert "the tokenizer has been running" in response.json()["error"]["message"]
+        stuck.set()
+        await eventually(lambda: not service.is_busy)
+        assert (await client.get("/ready")).status_code == 200
+        answer = (await client.post("/score", json={"texts": ["a"]})).json()
+        assert answer["rewards"] == [score_of(fake.renderer.render_text("a"))]
+
+
+async def test_sleep_and_drain_do_not_wait_for_a_stuck_tokenizer_beyond_the_grace_period(
+    fake: Any, serve: Serve, stuck: threading.Event, eventually: Any
+) -> None:
+    async with serve(fake, grace_seconds=0.01) as (client, service):
+        for end, kind in ((service.fall_asleep, "asleep"), (lambda: service.drain(0.01), "draining")):
+            asked = asyncio.create_task(client.post("/score", json={"texts": ["stuck"]}))
+            await eventually(lambda: service.admission.items == 1)
+            await asyncio.wait_for(end(), 10)
+            assert (await asked).json()["error"]["type"] == kind
+            service.wake_up()
+
+
+async def test_server_that_is_told_to_end_in_the_moment_of_new_work_ends(fake: Any, serve: Serve) -> None:
+    async with serve(fake) as (_, service):
+        service.wake_up()  # which tells the batch loop, as a new item does
+        await asyncio.wait_for(service.stop(), 10)
 
 
 async def test_bug_in_the_planner_fails_the_waiting_and_serves_the_next(

@@ -197,5 +197,5 @@ async def test_other_routes_say_what_they_are_for(fake: Any, tiny_model: Any, se
     assert (info["reward_mean"], info["reward_std"]) == (record.reward_mean, record.reward_std)
     assert info["rendering"]["end"] == record.rules.end
     assert info["dtype_reason"]
-    assert info["limits"]["max_batch_tokens"] == 4096
+    assert info["limits"]["max_batch_tokens"] == 12288
     assert "raw" in info["squashing"]

@@ -6,7 +6,7 @@ import random
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -82,12 +82,24 @@ def loader(renderer: Any) -> Load:
     return lambda settings, checkpoint: Other(renderer, float(checkpoint))
 
 
+Start = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, ScoringService]]]
+
+
+@pytest.fixture
+def swappable(fake: Any, admin_keys: Keys) -> Start:
+    """``async with swappable(model, load=…, …) as (client, service)``; by default the fake that moves scores by 0."""
+
+    def start(model: Any = None, *, load: Load | None = None, keys: Keys = admin_keys, **rest: Any) -> Any:
+        return switching(model or Other(fake.renderer, 0), keys, load or loader(fake.renderer), **rest)
+
+    return start
+
+
 @pytest.mark.parametrize("num_swaps", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.long])])
 async def test_swap_under_load_back_and_forth_loses_nothing_and_every_answer_fits_the_reward_id_it_names(
-    fake: Any, admin_keys: Keys, num_swaps: int
+    swappable: Start, num_swaps: int
 ) -> None:
-    async with switching(Other(fake.renderer, 0), admin_keys, loader(fake.renderer), max_batch_tokens=256) as running:
-        client, service = running
+    async with swappable(max_batch_tokens=256) as (client, service):
         is_over = False
         seen: set[str] = set()
 
@@ -122,11 +134,11 @@ async def test_swap_under_load_back_and_forth_loses_nothing_and_every_answer_fit
 
 
 async def test_requests_that_were_there_are_answered_by_the_old_model_and_it_is_freed_after_them(
-    fake: Any, admin_keys: Keys
+    fake: Any, swappable: Start
 ) -> None:
     old = Other(fake.renderer, 0)
     gone = weakref.ref(old)
-    async with switching(old, admin_keys, loader(fake.renderer), max_batch_tokens=16) as (client, service):
+    async with swappable(old, max_batch_tokens=16) as (client, service):
         old.hold()
         early = asyncio.create_task(client.post("/score", json={"input_ids": [[1] * 16, [2] * 16, [3] * 16]}))
         await old.until_entered()
@@ -146,11 +158,9 @@ async def test_requests_that_were_there_are_answered_by_the_old_model_and_it_is_
         assert gone() is None, "something holds the old model"
 
 
-async def test_pinned_caller_gets_409_after_a_swap_and_is_served_again_after_the_way_back(
-    fake: Any, admin_keys: Keys
-) -> None:
+async def test_pinned_caller_gets_409_after_a_swap_and_is_served_again_after_the_way_back(swappable: Start) -> None:
     body = {"input_ids": [[1]], "reward_id": "sha256:shift0"}
-    async with switching(Other(fake.renderer, 0), admin_keys, loader(fake.renderer)) as (client, _):
+    async with swappable() as (client, _):
         statuses = []
         for checkpoint in ("1", "0"):
             await client.post("/admin/checkpoint", json={"checkpoint": checkpoint})
@@ -169,12 +179,12 @@ async def test_pinned_caller_gets_409_after_a_swap_and_is_served_again_after_the
     ],
 )
 async def test_checkpoint_that_cannot_be_loaded_changes_nothing(
-    fake: Any, admin_keys: Keys, error: Exception, status: int, kind: str, says: str
+    swappable: Start, error: Exception, status: int, kind: str, says: str
 ) -> None:
     def load(settings: ServerSettings, checkpoint: str) -> Any:
         raise error
 
-    async with switching(Other(fake.renderer, 0), admin_keys, load) as (client, service):
+    async with swappable(load=load) as (client, service):
         response = await client.post("/admin/checkpoint", json={"checkpoint": "x"})
         assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
         assert says in response.json()["error"]["message"]
@@ -185,13 +195,13 @@ async def test_checkpoint_that_cannot_be_loaded_changes_nothing(
         assert metric(service, "rm_swaps_total", outcome=kind) == 1
 
 
-async def test_checkpoint_with_another_identity_limits_or_nan_is_refused(fake: Any, admin_keys: Keys) -> None:
+async def test_checkpoint_with_another_identity_limits_or_nan_is_refused(fake: Any, swappable: Start) -> None:
     def load(settings: ServerSettings, checkpoint: str) -> Any:
         model = Other(fake.renderer, 1, max_length=256 if checkpoint == "short" else 512)
         model.nan_for = lambda ids: checkpoint == "nan"
         return model
 
-    async with switching(Other(fake.renderer, 0), admin_keys, load, max_length=512) as (client, service):
+    async with swappable(load=load, max_length=512) as (client, service):
         for body, status, says in (
             ({"checkpoint": "1", "reward_id": "sha256:other"}, 409, "not the one expected"),
             ({"checkpoint": "short"}, 422, "context of 256"),
@@ -205,20 +215,20 @@ async def test_checkpoint_with_another_identity_limits_or_nan_is_refused(fake: A
         assert service.model.reward_id == "sha256:shift0"
 
 
-async def test_memory_is_checked_before_anything_is_loaded(fake: Any, admin_keys: Keys) -> None:
+async def test_memory_is_checked_before_anything_is_loaded(swappable: Start) -> None:
     def load(settings: ServerSettings, checkpoint: str) -> Any:
         raise AssertionError("it was loaded")
 
     huge = lambda settings, checkpoint: Need(host=1 << 60, device=0)  # noqa: E731
-    async with switching(Other(fake.renderer, 0), admin_keys, load, huge) as (client, _):
+    async with swappable(load=load, measure=huge) as (client, _):
         response = await client.post("/admin/checkpoint", json={"checkpoint": "1"})
     assert (response.status_code, response.json()["error"]["type"]) == (503, "not_enough_memory")
     assert "MiB are free" in response.json()["error"]["message"]
 
 
-async def test_second_change_at_the_same_time_is_refused(fake: Any, admin_keys: Keys) -> None:
+async def test_second_change_at_the_same_time_is_refused(fake: Any, swappable: Start) -> None:
     model = Other(fake.renderer, 0)
-    async with switching(model, admin_keys, loader(fake.renderer)) as (client, service):
+    async with swappable(model) as (client, service):
         model.hold()
         scoring = asyncio.create_task(client.post("/score", json={"input_ids": [[1]]}))
         await model.until_entered()
@@ -232,7 +242,7 @@ async def test_second_change_at_the_same_time_is_refused(fake: Any, admin_keys: 
 
 
 async def test_server_that_is_asked_to_end_during_a_load_ends_and_the_swap_is_refused(
-    fake: Any, admin_keys: Keys
+    fake: Any, swappable: Start
 ) -> None:
 
     may_load = threading.Event()
@@ -241,7 +251,7 @@ async def test_server_that_is_asked_to_end_during_a_load_ends_and_the_swap_is_re
         assert may_load.wait(10)
         return Other(fake.renderer, 1)
 
-    async with switching(Other(fake.renderer, 0), admin_keys, load) as (client, service):
+    async with swappable(load=load) as (client, service):
         swap = asyncio.create_task(client.post("/admin/checkpoint", json={"checkpoint": "1"}))
         await until(lambda: service.is_loading_beside)
         await service.drain(1)
@@ -250,10 +260,9 @@ async def test_server_that_is_asked_to_end_during_a_load_ends_and_the_swap_is_re
 
 
 async def test_asleep_nothing_is_scored_the_device_is_free_and_waking_brings_it_back(
-    fake: Any, admin_keys: Keys
+    fake: Any, swappable: Start
 ) -> None:
-    async with switching(fake, admin_keys, loader(fake.renderer), probe_seconds=0.01, ready_seconds=30) as running:
-        client, service = running
+    async with swappable(fake, probe_seconds=0.01, ready_seconds=30) as (client, service):
         fake.hold()
         early = asyncio.create_task(client.post("/score", json={"input_ids": [[1]]}))
         await fake.until_entered()
@@ -282,10 +291,9 @@ async def test_asleep_nothing_is_scored_the_device_is_free_and_waking_brings_it_
 
 
 async def test_open_requests_are_refused_with_the_reason_when_sleep_can_wait_no_longer(
-    fake: Any, admin_keys: Keys
+    fake: Any, swappable: Start
 ) -> None:
-    async with switching(fake, admin_keys, loader(fake.renderer), grace_seconds=0.05, max_queued_items=1) as running:
-        client, service = running
+    async with swappable(fake, grace_seconds=0.05, max_queued_items=1) as (client, service):
         fake.hold()
         scoring = asyncio.create_task(client.post("/score", json={"input_ids": [[1]]}))
         await fake.until_entered()
@@ -301,9 +309,9 @@ async def test_open_requests_are_refused_with_the_reason_when_sleep_can_wait_no_
 
 
 async def test_device_that_is_still_full_leaves_it_asleep_and_it_may_be_woken_later(
-    fake: Any, admin_keys: Keys, monkeypatch: pytest.MonkeyPatch
+    fake: Any, swappable: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with switching(fake, admin_keys, loader(fake.renderer)) as (client, service):
+    async with swappable(fake) as (client, service):
         await client.post("/admin/sleep")
 
         def full() -> None:
@@ -318,23 +326,23 @@ async def test_device_that_is_still_full_leaves_it_asleep_and_it_may_be_woken_la
 
 
 @pytest.mark.parametrize("path", ["checkpoint", "sleep", "wake"])
-async def test_admin_routes_are_closed_without_an_admin_key(fake: Any, admin_keys: Keys, path: str) -> None:
-    async with switching(fake, admin_keys, loader(fake.renderer)) as (client, service):
+async def test_admin_routes_are_closed_without_an_admin_key(fake: Any, swappable: Start, path: str) -> None:
+    async with swappable(fake) as (client, service):
         response = await client.post(f"/admin/{path}", json={"checkpoint": "1"}, headers={"Authorization": "Bearer x"})
         assert response.status_code == 401
         assert service.state == "serving"
-    async with switching(fake, Keys(), loader(fake.renderer)) as (client, service):
+    async with swappable(fake, keys=Keys()) as (client, service):
         assert (await client.post(f"/admin/{path}", json={"checkpoint": "1"})).status_code == 403
         assert service.state == "serving"
 
 
-async def test_drift_compares_the_recent_rewards_with_the_checkpoint(fake: Any, admin_keys: Keys) -> None:
+async def test_drift_compares_the_recent_rewards_with_the_checkpoint(fake: Any, swappable: Start) -> None:
     from types import SimpleNamespace
 
     fake.record = SimpleNamespace(training_length=10, reward_mean=2.0, reward_std=0.5, num_eval=100, temperature=1.0)
     sent = [[n] for n in range(50)]
     mean = sum(map(expected_score, sent)) / 50
-    async with switching(fake, admin_keys, loader(fake.renderer)) as (client, service):
+    async with swappable(fake) as (client, service):
         assert "rm_reward_drift NaN" in (await client.get("/metrics")).text
         await client.post("/score", json={"input_ids": sent})
         await client.get("/metrics")

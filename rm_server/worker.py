@@ -1,0 +1,75 @@
+"""Threads that do one kind of work for the event loop, and since when they have been at it.
+
+Invariant: work that has begun is under way until it ends, whoever still waits for it: a thread cannot be stopped.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs work in order. ``on_stall`` is called, on the event loop, for each that takes ``stall_seconds``."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        stall_seconds: float,
+        on_stall: Callable[[], None],
+        clock: Callable[[], float],
+        num_threads: int = 1,
+    ) -> None:
+        self.executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        """For work that may take its time."""
+        self._stall_seconds = stall_seconds
+        self._on_stall = on_stall
+        self._clock = clock
+        self._begun: dict[int, float] = {}
+        self._num_given = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the oldest work under way has been running; 0 when there is none."""
+        begun = next(iter(tuple(self._begun.values())), None)
+        return 0.0 if begun is None else self._clock() - begun
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of ``work``. Where the waiting task is cancelled, work that has not begun is dropped."""
+        loop = asyncio.get_running_loop()
+        self._num_given += 1
+        number = self._num_given
+
+        def on_thread() -> T:
+            self._begun[number] = self._clock()
+            try:
+                return work()
+            finally:
+                self._begun.pop(number, None)
+
+        future = self.executor.submit(on_thread)
+        timer: asyncio.TimerHandle
+
+        def watch() -> None:
+            nonlocal timer
+            seconds = self._clock() - self._begun.get(number, self._clock())
+            if future.done():
+                return
+            if seconds >= self._stall_seconds:
+                self._on_stall()
+            else:
+                timer = loop.call_later(self._stall_seconds - seconds, watch)
+
+        timer = loop.call_later(self._stall_seconds, watch)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            if future.done():  # else the waiter was cancelled, and the thread is still at it
+                timer.cancel()
+
+    def close(self) -> None:
+        """Take no more work; what is under way is not waited for."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
