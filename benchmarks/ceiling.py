@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
+import processes
 
 ROWS = (1024, 2048, 3072, 4096)
 
@@ -29,7 +31,7 @@ def linear_layers(model: Path, device: str) -> list[Any]:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    common.quiet_transformers()
+    fixtures.quiet_transformers()
     network = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.bfloat16).to(device)
     backbone = getattr(network, network.base_model_prefix)
     return [module for module in backbone.modules() if isinstance(module, torch.nn.Linear)]
@@ -109,7 +111,7 @@ class CeilingProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=common.cpu_environment(threads),
+            env=processes.cpu_environment(threads),
         )
 
     def tokens_per_second(self, repeats: int = 3) -> float:
@@ -170,7 +172,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    model = common.prepare_model(arguments.model)
+    model = fixtures.prepare_model(arguments.model)
     layers = linear_layers(model, arguments.device)
     ways = all_ways(layers)
     if arguments.worker:

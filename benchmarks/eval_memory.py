@@ -42,7 +42,7 @@ def write_pairs(path: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=100_000)
     given = parser.parse_args()
     from rm_core.model import RewardModel

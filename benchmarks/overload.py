@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -23,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
 import httpx
-from common import FreshTexts, Server
+import processes
+from fixtures import FreshTexts
+from processes import Server
 from transformers import AutoTokenizer
 
 CONNECTIONS = 64
@@ -69,7 +71,7 @@ async def measure_maximum(server: Server, texts: FreshTexts, seconds: float) -> 
             nonlocal done
             while time.perf_counter() < end:
                 body = draw(texts)
-                await common.post_json(client, "/score", body)
+                await processes.post_json(client, "/score", body)
                 if time.perf_counter() < end:
                     done += tokens_of(body)
 
@@ -141,10 +143,10 @@ def main() -> None:
 
     arguments = common.parse_arguments(__doc__ or "", add)
     seconds = 10.0 if arguments.quick else arguments.seconds
-    model = common.prepare_model(arguments.checkpoint)
+    model = fixtures.prepare_model(arguments.checkpoint)
     texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
-    server = common.our_server(model, arguments.threads, "auto")
-    with common.running(server), common.awake(server):
+    server = processes.our_server(model, arguments.threads, "auto")
+    with processes.running(server), processes.awake(server):
         asyncio.run(measure_maximum(server, texts, seconds / 4))  # warm, and the server learns its rate
         maximum = asyncio.run(measure_maximum(server, texts, seconds / 2))
         common.say(f"unloaded maximum: {maximum:.0f} tokens/s")
@@ -154,25 +156,21 @@ def main() -> None:
     ratio = tally.useful_tokens / seconds / maximum
     p99 = statistics.quantiles(tally.never_fits, n=100)[98] if len(tally.never_fits) > 1 else float("nan")
     failed = bool(tally.wrong or tally.late or ratio < 0.9 or p99 > 0.05)
-    print(
-        json.dumps(
-            {
-                "workload": f"overload x{arguments.factor:g} for {seconds:g} s",
-                "maximum_tokens_per_second": round(maximum),
-                "useful_tokens_per_second": round(ratio * maximum),
-                "useful_ratio": round(ratio, 3),
-                "afterwards_tokens_per_second": round(after),
-                "answers": dict(tally.kinds),
-                "late": len(tally.late),
-                "wrong": tally.wrong[:10],
-                "never_fits_p99_ms": round(p99 * 1000, 1),
-                "refused_median_s": round(statistics.median(tally.refused_at), 2) if tally.refused_at else None,
-                "deadline_s": arguments.deadline,
-                "seed": arguments.seed,
-                "ok": not failed,
-            }
-        )
-    )
+    result = {
+        "workload": f"overload x{arguments.factor:g} for {seconds:g} s",
+        "maximum_tokens_per_second": round(maximum),
+        "useful_tokens_per_second": round(ratio * maximum),
+        "useful_ratio": round(ratio, 3),
+        "afterwards_tokens_per_second": round(after),
+        "answers": dict(tally.kinds),
+        "late": len(tally.late),
+        "wrong": tally.wrong[:10],
+        "never_fits_p99_ms": round(p99 * 1000, 1),
+        "refused_median_s": round(statistics.median(tally.refused_at), 2) if tally.refused_at else None,
+        "deadline_s": arguments.deadline,
+        "ok": not failed,
+    }
+    common.finish(result, [], arguments)
     sys.exit(1 if failed else 0)
 
 

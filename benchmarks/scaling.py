@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
 import numpy as np
 
 GROUPS = (1, 2, 4, 8, 16, 32, 64)
@@ -73,7 +74,9 @@ def main() -> None:
     from rm_core.model import RewardModel
 
     torch.set_num_threads(arguments.threads)
-    model = RewardModel.load(str(common.prepare_model(arguments.model)), dtype=arguments.dtype, device=arguments.device)
+    model = RewardModel.load(
+        str(fixtures.prepare_model(arguments.model)), dtype=arguments.dtype, device=arguments.device
+    )
     number = random.Random(arguments.seed)
 
     def ids(count: int) -> list[int]:

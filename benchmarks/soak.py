@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import math
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -25,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fixtures
 import httpx
-from common import FreshTexts, Server
+import processes
+from fixtures import FreshTexts
+from processes import Server
 from transformers import AutoTokenizer
 
 CONNECTIONS = 64
@@ -89,7 +93,7 @@ def build_pool(model: Path, texts: FreshTexts, num_prompts: int, longest: int) -
         own = [texts.text(pick.randint(1, longest // 2)) for _ in range(pick.randint(1, 7))]
         completions.append([*own, own[0] + texts.text(3)])
     whole = [p + c + texts.end for p, own in zip(prompts, completions, strict=True) for c in own]
-    scores = iter(common.reference_scores(model, whole, "float32"))
+    scores = iter(fixtures.reference_scores(model, whole, "float32"))
     return Pool(prompts, completions, [[next(scores) for _ in own] for own in completions])
 
 
@@ -188,9 +192,9 @@ def main() -> None:
     texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
     pool = build_pool(model, texts, 20 if arguments.quick else 100, arguments.longest)
     everything = flatten(pool.rewards)
-    deviation = max(float(common.statistics.pstdev(everything)), 1.0)
+    deviation = max(float(statistics.pstdev(everything)), 1.0)
     tolerance = deviation * (1e-4 if arguments.dtype == "float32" else 0.5)
-    server = common.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
+    server = processes.our_server(model, arguments.threads, arguments.dtype, arguments.server_arguments.split())
     requests = arguments.requests or (500 if arguments.quick else 10_000)
     try:
         server.start()

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import processes
 import yaml
 from ceiling import CeilingProcess
 
@@ -155,7 +156,7 @@ def run_ours(folder: Path, base: Path, train: Sequence[Pair], held_out: Sequence
     command = [str(Path(sys.executable).with_name("rm-train")), "fit", str(path)]
     for setting in arguments.set:
         command += ["--set", setting]
-    peak, seconds = run_process(command, common.cpu_environment(arguments.threads), folder / "ours.log")
+    peak, seconds = run_process(command, processes.cpu_environment(arguments.threads), folder / "ours.log")
     run = folder / "runs" / run_name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps, before = [], 0.0
@@ -179,7 +180,7 @@ def score_held_out(checkpoint: Path, held_out: Sequence[Pair], arguments: Any) -
 
 
 def run_trl(folder: Path, base: Path, train: Sequence[Pair], held_out: Sequence[Pair], arguments: Any) -> Run:
-    python = common.required_python(arguments.trl_python, "BETTERTHAN_TRL_PYTHON")
+    python = processes.required_python(arguments.trl_python, "BETTERTHAN_TRL_PYTHON")
     spec = {
         "base": str(base),
         "train": str(write_ids(folder / "train_ids.jsonl", train)),
@@ -193,7 +194,7 @@ def run_trl(folder: Path, base: Path, train: Sequence[Pair], held_out: Sequence[
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [python, str(Path(__file__).with_name("peer_trl.py")), str(folder / "spec.json")]
-    peak, seconds = run_process(command, common.cpu_environment(arguments.threads), folder / "trl.log")
+    peak, seconds = run_process(command, processes.cpu_environment(arguments.threads), folder / "trl.log")
     answer = json.loads((folder / "trl.json").read_text())
     return Run(answer["steps"], peak, seconds, answer.get("eval_rewards", []))
 
@@ -290,7 +291,7 @@ def main() -> None:
     arguments = common.parse_arguments(__doc__.splitlines()[0], _options)
     from rm_core.smollm2 import bundled_model_path
 
-    python = common.required_python(arguments.trl_python, "BETTERTHAN_TRL_PYTHON")
+    python = processes.required_python(arguments.trl_python, "BETTERTHAN_TRL_PYTHON")
     base = arguments.base or bundled_model_path()
     ceiling = CeilingProcess(base, arguments.threads, arguments.device)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
@@ -305,7 +306,7 @@ def main() -> None:
         **{column: [found[column] for found in results] for column in columns},
         "details": results,
         "trl": {"numbers": arguments.trl_numbers, "order": arguments.trl_order},
-        "peer_versions": common.peer_versions(python, ["trl", "torch", "transformers", "peft"]),
+        "peer_versions": processes.peer_versions(python, ["trl", "torch", "transformers", "peft"]),
     }
     common.finish(result, [{column: found[column] for column in columns} for found in results], arguments)
 

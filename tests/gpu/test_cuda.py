@@ -15,19 +15,18 @@ import torch
 from rm_core.model import RewardModel
 from rm_core.prefix_cache import PrefixCache
 from tests.conftest import save_base
-from tests.core.test_exactness import (
+from tests.core.exactness import (
     Ids,
     Subject,
     arrive,
-    check_bfloat16_gradients,
     corpus,
     hidden_of,
     plain_classifier,
     plain_scores,
     rms,
     subject_of,
-    trainable_of,
 )
+from tests.core.test_exactness_gradients import check_bfloat16_gradients, trainable_of
 from tests.server.conftest import running
 from tests.train.runs import Quiet, learnable_rows, make_config, metric_lines, text_rows, write_rows
 
