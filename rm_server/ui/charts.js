@@ -43,7 +43,7 @@ export function histogram(bins, mean, std) {
     for (const count of ticks(0, most, 4)) if (Number.isInteger(count)) parts.push(line(LEFT, y(count), width - 10, y(count), "grid"), text(LEFT - 6, y(count) + 4, whole(count), "end"));
     counts.forEach((count, i) => parts.push(svg("rect", { class: "bar", x: x(edges[i]) + 0.5, y: y(count), width: Math.max(x(edges[i + 1]) - x(edges[i]) - 1, 0.5), height: height - BOTTOM - y(count) })));
     if (std) parts.push(line(x(mean), 14, x(mean), height - BOTTOM, "mark"));
-    for (const value of ticks(edges[0], edges.at(-1), Math.max(3, Math.floor(width / 90)))) parts.push(text(x(value), height - 6, short(value)));
+    for (const value of ticks(edges[0], edges.at(-1), Math.max(4, Math.floor(width / 90)))) parts.push(text(x(value), height - 6, short(value)));
     return frame(width, height, `Histogram of ${whole(counts.reduce((a, b) => a + b, 0))} rewards from ${number(edges[0])} to ${number(edges.at(-1))}`, parts);
   };
 }
