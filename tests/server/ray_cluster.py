@@ -155,5 +155,7 @@ def cluster() -> Iterator[Cluster]:
             head.wait(timeout=60)
         finally:
             head.kill()
-            head.communicate()
+            head.wait()
+            assert head.stdout is not None
+            head.stdout.close()
             shutil.rmtree(directory, ignore_errors=True)
