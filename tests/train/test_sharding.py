@@ -12,20 +12,17 @@ from rm_core.checkpoint import read_record
 from rm_train.config_file import ConfigError, load_config
 from rm_train.fit import fit
 from rm_train.state import STATE_FILE
-from tests.train.runs import RUN_FILES, Quiet, make_config, metric_lines, text_rows, weights_of, write_rows
+from tests.train.runs import (
+    RUN_FILES,
+    Quiet,
+    assert_same_training,
+    make_config,
+    metric_lines,
+    text_rows,
+    weights_of,
+    write_rows,
+)
 from tests.train.test_processes import assert_finish, config_file, start_two
-
-
-def assert_same_training(run: Path, expected: Path) -> None:
-    """Losses and weights within rounding; how many tokens are computed depends on how a step is cut."""
-    lines, wanted = metric_lines(run), metric_lines(expected)
-    assert len(lines) == len(wanted)
-    for line, other in zip(lines, wanted, strict=True):
-        line.pop("computed_tokens", None), other.pop("computed_tokens", None)
-        assert line == pytest.approx(other, abs=1e-5, rel=1e-4)
-    found = weights_of(run / "checkpoint")
-    for name, tensor in weights_of(expected / "checkpoint").items():
-        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.slow
