@@ -70,7 +70,7 @@ def test_the_slurm_script_starts_what_the_page_says(tmp_path: Path) -> None:
     """Run by bash, with programs in place of Slurm's and torchrun's that write down what they were called with."""
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
     for name, script in {
-        "scontrol": "echo node-a; echo node-b",
+        "scontrol": "echo node-a; seq -f node-%06g 20000",  # more than a pipe holds
         "srun": 'shift; exec "$@"',
         "torchrun": 'printf "%s\\n" "$@"',
     }.items():
