@@ -99,8 +99,9 @@ def load_model(source: Source, dtype: torch.dtype) -> RewardNetwork:
 def load_adapter(source: Source, base: Source) -> RewardNetwork:
     """A base with a peft adapter merged into it in fp32. The adapter file must hold every weight that it trained."""
     from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners import tuners_utils
 
-    if torch.distributed.is_available():
+    if getattr(tuners_utils, "_torch_supports_distributed", True) and torch.distributed.is_available():
         importlib.import_module("torch.distributed.tensor")  # peft names it without importing it
     stored = tensor_names(source.directory)
     classifier, fresh = _build(base, torch.float32)

@@ -3,9 +3,11 @@
 At module level, transformers loads torch's compiler front end (``torch._dynamo``, which loads sympy) for a few
 decorators and one class, and distributed tensors for loading in shards. While it is imported here, both are absent.
 
-Invariant: nothing is absent afterwards. What needs the compiler (FlexAttention on a GPU) imports it then, in full.
+Invariant: nothing is absent afterwards. What needs the compiler (FlexAttention on a GPU) imports it then, in full. Only
+peft keeps in mind that it saw no distributed tensors, of which a server has none.
 """
 
+import gc
 import importlib
 import json
 import logging
@@ -28,6 +30,23 @@ _MODULES = (
 )
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Import under this: half a million objects that stay, which the garbage collector would visit again and again.
+
+    A fifth of the time to the first answer. Does nothing once torch is imported, so a server at work is not affected.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def import_transformers(checkpoint: str) -> None:
     """Import what loading this checkpoint needs, as far as that can be told from its folder.
 
@@ -35,8 +54,6 @@ def import_transformers(checkpoint: str) -> None:
     """
     if "transformers.modeling_utils" in sys.modules or _COMPILER in sys.modules:
         return
-    if any((folder / "adapter_config.json").is_file() for folder in weight_folders(checkpoint)):
-        return  # peft, which merges an adapter, reaches for all of it
     model_type = _model_type(checkpoint)
     try:
         with _without_compiler(), _without_distributed():
@@ -46,9 +63,11 @@ def import_transformers(checkpoint: str) -> None:
                 name = _module_of(model_type)
                 with suppress(ModuleNotFoundError):
                     importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    except Exception as error:  # another version of transformers may need more of them: then it gets them
+            if any((folder / "adapter_config.json").is_file() for folder in weight_folders(checkpoint)):
+                importlib.import_module("peft")
+    except Exception as error:  # another version of them may need more of torch: then it gets it
         logger.debug("transformers is imported in full (%s)", type(error).__name__)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("transformers", "peft")]:
             del sys.modules[name]
 
 

@@ -5,7 +5,7 @@ Invariant: the settings that the server was started with hold for every checkpoi
 
 import logging
 
-from rm_server.imports import import_transformers, weight_folders
+from rm_server.imports import collector_paused, import_transformers, weight_folders
 from rm_server.memory import Need, bound_device_memory
 from rm_server.scorer import ServedModel
 from rm_server.settings import ServerSettings
@@ -24,10 +24,11 @@ def load_model(settings: ServerSettings, checkpoint: str | None = None) -> Serve
     assert checkpoint is not None, "this is a bug: a server without a checkpoint loads no model"
     for folder in weight_folders(checkpoint):
         begin_hashing(folder)  # beside the imports, which leave the other cores idle
-    import torch
+    with collector_paused():
+        import torch
 
-    import_transformers(checkpoint)
-    from rm_core.model import RewardModel
+        import_transformers(checkpoint)
+        from rm_core.model import RewardModel
 
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
