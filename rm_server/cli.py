@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         keys = Keys.from_files(settings.api_keys_file, settings.admin_keys_file)
         check_tls(settings)
         listener = _listen(settings.host, settings.port)
-        # Read when torch is loaded: a thread that waits soon sleeps, and leaves its core to others. Not at once: between
-        # two operations it waits less than waking it takes.
+        # Read when torch is loaded: a thread that waits sleeps, and leaves its core to others. Not at once: between two
+        # operations it waits less than waking it takes.
         if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
             os.environ.update(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="10000")
     except click.ClickException as error:
