@@ -8,7 +8,7 @@ from rm_client.adapters import (
     verl_compute_score_batch,
 )
 from rm_client.advantages import AdvantageReport, combine_rewards, grpo_advantage_report, grpo_advantages
-from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, Timing, Usage
+from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, Timing, TokenRewards, Usage
 from rm_client.async_client import AsyncRewardClient
 from rm_client.bradley_terry import bradley_terry_loss
 from rm_client.client import RewardClient
@@ -78,6 +78,7 @@ __all__ = [
     "ScoreResult",
     "ServerInfo",
     "Timing",
+    "TokenRewards",
     "TokenizerMismatchError",
     "TooLargeError",
     "TooLongError",

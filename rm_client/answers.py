@@ -40,13 +40,28 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class TokenRewards:
+    """The reward as the model reads it at each token of an answer, had the answer ended there: T values, the last one
+    the reward. For reading where it moved; a value in the middle is no reward for that token.
+
+    ``start``: place of the answer's first token in its sequence. ``tokens``: what each adds to the text. ``rewards``:
+    None where the model gave no finite number.
+    """
+
+    start: int
+    tokens: list[str]
+    rewards: Row
+
+
+@dataclass(frozen=True)
 class ScoreResult:
     """Scores of one group or of a flat list of N items, in the order in which they were sent.
 
     ``rewards``: N raw logits, ``None`` where ``on_error="none"`` and the item failed (``errors`` says why).
     ``advantages``: N group-relative advantages if they were asked for, else None; 0 where there is no reward.
     ``truncated``: N flags, or None if the server sent none. ``components``: the parts of each reward, where the
-    server combines several. ``raw`` is the whole answer.
+    server combines several. ``token_rewards``: N readings if they were asked for, else None; None where there is no
+    reward. ``raw`` is the whole answer.
     """
 
     rewards: Row
@@ -54,6 +69,7 @@ class ScoreResult:
     model: str
     advantages: Row | None = None
     truncated: list[bool] | None = None
+    token_rewards: list[TokenRewards | None] | None = None
     components: Any = None
     errors: tuple[ItemError, ...] = ()
     usage: Usage = Usage()
@@ -63,13 +79,15 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class GroupsResult:
-    """Scores of P groups: as ScoreResult, with one list per group in ``rewards``, ``advantages``, ``truncated``."""
+    """Scores of P groups: as ScoreResult, with one list per group in ``rewards``, ``advantages``, ``truncated`` and
+    ``token_rewards``."""
 
     rewards: list[Row]
     reward_id: str
     model: str
     advantages: list[Row] | None = None
     truncated: list[list[bool]] | None = None
+    token_rewards: list[list[TokenRewards | None]] | None = None
     components: Any = None
     errors: tuple[ItemError, ...] = ()
     usage: Usage = Usage()
@@ -92,7 +110,13 @@ class ServerInfo:
 
 
 def read_score(
-    answer: Mapping[str, Any], num_items: int, *, pin: str | None, on_error: OnError, advantages: bool
+    answer: Mapping[str, Any],
+    num_items: int,
+    *,
+    pin: str | None,
+    on_error: OnError,
+    advantages: bool,
+    token_rewards: bool,
 ) -> ScoreResult:
     """Check the answer to one group or flat list of ``num_items``."""
     _check_pin(answer, pin)
@@ -104,13 +128,20 @@ def read_score(
         rewards=rewards,
         advantages=_rewards(answer.get("advantages"), num_items, "advantages") if advantages else None,
         truncated=_flags(answer.get("truncated"), num_items, "truncated"),
+        token_rewards=_readings(answer.get("token_rewards"), num_items, "token_rewards") if token_rewards else None,
         errors=errors,
         **_common(answer),
     )
 
 
 def read_groups(
-    answer: Mapping[str, Any], sizes: Sequence[int], *, pin: str | None, on_error: OnError, advantages: bool
+    answer: Mapping[str, Any],
+    sizes: Sequence[int],
+    *,
+    pin: str | None,
+    on_error: OnError,
+    advantages: bool,
+    token_rewards: bool,
 ) -> GroupsResult:
     """Check the answer to groups of these sizes."""
     _check_pin(answer, pin)
@@ -125,6 +156,9 @@ def read_groups(
         if advantages
         else None,
         truncated=None if flags is None else [_flags(*row) or [] for row in _rows(flags, sizes, "truncated")],
+        token_rewards=[_readings(*row) for row in _rows(answer.get("token_rewards"), sizes, "token_rewards")]
+        if token_rewards
+        else None,
         errors=errors,
         **_common(answer),
     )
@@ -180,6 +214,22 @@ def _rewards(value: Any, num_items: int, field_name: str) -> Row:
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise InvalidAnswerError(f"{field_name}[{i}]: expected a finite number or null, got {number!r}")
     return [None if number is None else float(number) for number in value]
+
+
+def _readings(value: Any, num_items: int, field_name: str) -> list[TokenRewards | None]:
+    if not isinstance(value, list) or len(value) != num_items:
+        raise InvalidAnswerError(f"{field_name}: sent {num_items} items, got {_counted(value)}")
+    readings: list[TokenRewards | None] = []
+    for i, reading in enumerate(value):
+        if reading is None:
+            readings.append(None)
+            continue
+        tokens = reading.get("tokens") if isinstance(reading, Mapping) else None
+        if not isinstance(tokens, list):
+            raise InvalidAnswerError(f"{field_name}[{i}]: expected start, tokens and rewards, got {reading!r:.80}")
+        rewards = _rewards(reading.get("rewards"), len(tokens), f"{field_name}[{i}].rewards")
+        readings.append(TokenRewards(int(reading.get("start") or 0), [str(token) for token in tokens], rewards))
+    return readings
 
 
 def _flags(value: Any, num_items: int, field_name: str) -> list[bool] | None:

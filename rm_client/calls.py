@@ -44,6 +44,7 @@ class ScoreOptions(TypedDict, total=False):
     ``on_error``: "raise" (default) a PartialFailureError where an item has no reward, or "none": give None there. A
     failure of the request as a whole raises in either case.
     ``deadline_ms``: milliseconds after which the server may give the request up.
+    ``token_rewards``: also return the reward as the model reads it at each token of an answer (docs/playground.md).
     """
 
     advantages: bool | Mapping[str, Any] | None
@@ -51,6 +52,7 @@ class ScoreOptions(TypedDict, total=False):
     text_as: Literal["raw", "chat", "templated"] | None
     on_error: OnError
     deadline_ms: float | None
+    token_rewards: bool
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,15 @@ class FlatCall:
 
     def read(self, answer: Mapping[str, Any]) -> ScoreResult:
         """Check the answer. Raises InvalidAnswerError, RewardIdMismatchError or PartialFailureError."""
-        wanted = "advantages" in self.payload
-        return read_score(answer, self.num_items, pin=self.pin, on_error=self.on_error, advantages=wanted)
+        return read_score(answer, self.num_items, pin=self.pin, on_error=self.on_error, **_beside(self.payload))
 
     def failed(self, error: ResponseError) -> ScoreResult:
         """All items failed, each with its own reason: None for each where ``on_error="none"``, else ``error``."""
         entries = _item_entries(error, self.on_error, [(i,) for i in range(self.num_items)])
         holes, zeros = [None] * self.num_items, [0.0] * self.num_items
-        answer = {"rewards": holes, "advantages": zeros, "errors": entries, "reward_id": self.pin}
+        answer = {
+            "rewards": holes, "advantages": zeros, "token_rewards": holes, "errors": entries, "reward_id": self.pin
+        }  # fmt: skip
         return self.read(answer)
 
 
@@ -86,14 +89,15 @@ class GroupsCall:
 
     def read(self, answer: Mapping[str, Any]) -> GroupsResult:
         """Check the answer. Raises InvalidAnswerError, RewardIdMismatchError or PartialFailureError."""
-        wanted = "advantages" in self.payload
-        return read_groups(answer, self.sizes, pin=self.pin, on_error=self.on_error, advantages=wanted)
+        return read_groups(answer, self.sizes, pin=self.pin, on_error=self.on_error, **_beside(self.payload))
 
     def failed(self, error: ResponseError) -> GroupsResult:
         """All items failed, each with its own reason: None for each where ``on_error="none"``, else ``error``."""
         entries = _item_entries(error, self.on_error, [(g, i) for g, n in enumerate(self.sizes) for i in range(n)])
         holes, zeros = [[None] * n for n in self.sizes], [[0.0] * n for n in self.sizes]
-        answer = {"rewards": holes, "advantages": zeros, "errors": entries, "reward_id": self.pin}
+        answer = {
+            "rewards": holes, "advantages": zeros, "token_rewards": holes, "errors": entries, "reward_id": self.pin
+        }  # fmt: skip
         return self.read(answer)
 
 
@@ -108,10 +112,11 @@ def flat_call(
     text_as: str | None = None,
     on_error: OnError = "raise",
     deadline_ms: float | None = None,
+    token_rewards: bool = False,
 ) -> FlatCall:
     """A request whose items stand in one list under ``field_name``, with the fields ``beside`` it."""
     rows = token_rows(items) if field_name == "input_ids" else listed(items, field_name)
-    options = _options(pin, advantages, truncation, text_as, deadline_ms)
+    options = _options(pin, advantages, truncation, text_as, deadline_ms, token_rewards)
     return FlatCall({**(beside or {}), field_name: rows, **options}, len(rows), pin, _checked(on_error))
 
 
@@ -124,11 +129,12 @@ def groups_call(
     text_as: str | None = None,
     on_error: OnError = "raise",
     deadline_ms: float | None = None,
+    token_rewards: bool = False,
 ) -> GroupsCall:
     """A request of many groups, each ``{"prompt", "completions"}`` and what else the caller put there."""
     entries = [_group(group, at) for at, group in enumerate(listed(groups, "groups"))]
     sizes = [len(entry["completions"]) for entry in entries]
-    options = _options(pin, advantages, truncation, text_as, deadline_ms)
+    options = _options(pin, advantages, truncation, text_as, deadline_ms, token_rewards)
     return GroupsCall({"groups": entries, **options}, sizes, pin, _checked(on_error))
 
 
@@ -188,6 +194,7 @@ def _options(
     truncation: str | None,
     text_as: str | None,
     deadline_ms: float | None,
+    token_rewards: bool,
 ) -> dict[str, Any]:
     wanted = {"scale": "std", "ddof": 1, "eps": 1e-4} if advantages is True else advantages
     fields = {
@@ -196,8 +203,14 @@ def _options(
         "text_as": text_as,
         "reward_id": pin,
         "deadline_ms": deadline_ms,
+        "token_rewards": token_rewards or None,
     }
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _beside(payload: Mapping[str, Any]) -> dict[str, bool]:
+    """What was asked for beside the rewards, and must therefore be in the answer."""
+    return {key: key in payload for key in ("advantages", "token_rewards")}
 
 
 def _item_entries(error: ResponseError, on_error: OnError, indexes: list[tuple[int, ...]]) -> list[dict[str, Any]]:

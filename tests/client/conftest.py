@@ -53,14 +53,18 @@ class FakeServer:
         if "groups" in body:
             rows = [[self._reward(item) for item in group["completions"]] for group in body["groups"]]
             answer: dict[str, Any] = {"rewards": rows, "truncated": [[False] * len(row) for row in rows]}
+            readings: list[Any] = [[self._reading(item) for item in group["completions"]] for group in body["groups"]]
             holes = [[g, i] for g, row in enumerate(rows) for i, r in enumerate(row) if r is None]
         else:
             items = next(body[key] for key in ("completions", "texts", "conversations", "input_ids") if key in body)
             row = [float(len(item)) if "input_ids" in body else self._reward(item) for item in items]
             answer = {"rewards": row, "truncated": [False] * len(row)}
+            readings = [self._reading(item) for item in items]
             holes = [[i] for i, r in enumerate(row) if r is None]
         if "advantages" in body:
             answer["advantages"] = answer["rewards"]
+        if body.get("token_rewards"):
+            answer["token_rewards"] = readings
         if holes:
             answer["errors"] = [
                 {"index": index, "type": "non_finite_reward", "message": "NaN", "retryable": False} for index in holes
@@ -68,6 +72,12 @@ class FakeServer:
         usage, timing = {"tokens": 9, "computed_tokens": 5}, {"queue_ms": 1.5, "tokenize_ms": 0.5, "forward_ms": 7.0}
         answer |= {"reward_id": REWARD_ID, "model": "tiny", "usage": usage, "timing": timing}
         return httpx.Response(200, text=json.dumps(self.change(answer)))
+
+    def _reading(self, item: Any) -> dict[str, Any] | None:
+        if isinstance(item, list) or self._reward(item) is None:
+            return None
+        tokens = list(content_of(item))
+        return {"start": 2, "tokens": tokens, "rewards": [float(n + 1) for n in range(len(tokens))]}
 
     @staticmethod
     def _reward(item: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import rm_client
-from rm_client import AsyncRewardClient, RewardClient
+from rm_client import AsyncRewardClient, RewardClient, TokenRewards
 from rm_client.answers import Timing, Usage
 
 PIN = "sha256:aaaa"
@@ -309,3 +310,33 @@ def test_bodies_are_utf8_json_without_escapes(connect: Any, server: Any) -> None
     connect().score("größer ≻", ["ü"])
     assert "größer ≻".encode() in server.requests[0].content
     assert json.loads(server.requests[0].content)["completions"] == ["ü"]
+
+
+def test_token_rewards_come_where_they_are_asked_for_in_the_shape_of_the_rewards(connect: Any, server: Any) -> None:
+    client = connect()
+    reading = TokenRewards(2, ["a", "b"], [1.0, 2.0])
+    flat = client.score("hello", ["ab", "fail"], token_rewards=True, on_error="none")
+    assert flat.token_rewards == [reading, None]
+    groups = [{"prompt": "p", "completions": ["ab"]}, {"prompt": "q", "completions": ["fail", "ab"]}]
+    assert client.score_groups(groups, token_rewards=True, on_error="none").token_rewards == [
+        [reading],
+        [None, reading],
+    ]
+    assert client.score_texts(["ab"]).token_rewards is None
+    assert [body.get("token_rewards") for body in server.bodies] == [True, True, None]
+
+
+@pytest.mark.parametrize(
+    ("readings", "words"),
+    [
+        (None, "token_rewards: "),
+        ([], "token_rewards: sent 1 items, got 0"),
+        ([{"start": 0, "rewards": [1.0]}], "token_rewards[0]: expected"),
+        ([{"start": 0, "tokens": ["a", "b"], "rewards": [1.0]}], "token_rewards[0].rewards: "),
+        ([{"start": 0, "tokens": ["a"], "rewards": ["1"]}], "token_rewards[0].rewards[0]: expected a finite number"),
+    ],
+)
+def test_token_rewards_that_do_not_fit_are_refused(connect: Any, server: Any, readings: Any, words: str) -> None:
+    server.change = lambda answer: {**answer, "token_rewards": readings}
+    with pytest.raises(rm_client.InvalidAnswerError, match=re.escape(words)):
+        connect().score_texts(["a"], token_rewards=True)

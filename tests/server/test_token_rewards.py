@@ -1,12 +1,14 @@
 """`token_rewards: true` over HTTP: the reward at each token of an answer, beside the same rewards as without it."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rm_client import AsyncRewardClient
 from rm_server.token_rewards import MAX_ITEMS, token_texts
 from tests.conftest import byte_tokenizer
 
@@ -57,6 +59,19 @@ async def test_exact_rewards_are_the_same_to_the_last_bit_with_and_without(tiny_
         plain = (await client.post("/score", json={"prompt": PROMPT, "completions": ANSWERS})).json()
     assert read["rewards"] == plain["rewards"]
     assert "token_rewards" not in plain
+
+
+async def test_the_client_gives_what_the_server_answered(tiny_model: Any, serve: Serve) -> None:
+    groups = [{"prompt": PROMPT, "completions": ANSWERS}, {"prompt": "Why?", "completions": ["No idea."]}]
+    async with serve(tiny_model) as (client, _):
+        _, answer = await post(client, groups=groups)
+        async with AsyncRewardClient("http://rm", transport=client._transport) as ours:
+            result = await ours.score_groups(groups, token_rewards=True)
+    read = [[vars(reading) for reading in row] for row in result.token_rewards]
+    for found, expected in zip(chain(*read), chain(*answer["token_rewards"]), strict=True):
+        assert (found["start"], found["tokens"]) == (expected["start"], expected["tokens"])
+        np.testing.assert_allclose(found["rewards"], expected["rewards"], atol=BOUND)
+    assert [row[0]["rewards"][-1] for row in read] == [row[0] for row in result.rewards]
 
 
 async def test_they_have_the_shape_of_the_rewards_and_null_where_there_is_none(
