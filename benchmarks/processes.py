@@ -105,6 +105,11 @@ class Server:
             time.sleep(0.05)
         return False
 
+    def cpu_seconds(self) -> float:
+        """What the server's processes have computed so far, in user and system mode."""
+        assert self.process is not None
+        return sum(_cpu_seconds(pid) for pid in _group_members(self.process.pid))
+
     def resident_bytes(self) -> int:
         assert self.process is not None
         return sum(_resident(pid) for pid in _group_members(self.process.pid))
@@ -116,6 +121,14 @@ def _group_members(group: int) -> Iterator[int]:
             with contextlib.suppress(ProcessLookupError, OSError):
                 if os.getpgid(int(entry)) == group:
                     yield int(entry)
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident(pid: int) -> int:
