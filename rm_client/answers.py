@@ -61,7 +61,8 @@ class ScoreResult:
     ``advantages``: N group-relative advantages if they were asked for, else None; 0 where there is no reward.
     ``truncated``: N flags, or None if the server sent none. ``components``: the parts of each reward, where the
     server combines several. ``token_rewards``: N readings if they were asked for, else None; None where there is no
-    reward. ``raw`` is the whole answer.
+    reward. ``raw`` is the whole answer. Where items were asked for again, it is all as one answer; ``usage`` and
+    ``timing`` are sums.
     """
 
     rewards: Row

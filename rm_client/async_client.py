@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, read_info
-from rm_client.calls import Completion, FlatCall, GroupsCall, Text, encode, flat_call, groups_call
-from rm_client.client import attempt_timeout, http_settings, not_ready, patience, read_response, reason_of
-from rm_client.errors import RequestTimeoutError, ResponseError, RewardClientError
+from rm_client.calls import Completion, FlatCall, GroupsCall, Text, flat_call, groups_call
+from rm_client.client import attempt_timeout, http_settings, late, not_ready, patience, read_response, reason_of
+from rm_client.errors import ResponseError, RewardClientError
+from rm_client.holes import Scoring
 from rm_client.retry import RetryNotice, RetryPolicy, connection_error
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class AsyncRewardClient:
         """As RewardClient.score_groups."""
         call: GroupsCall = groups_call(groups, pin=self.reward_id, **options)
         try:
-            answer = await self._post(call.payload)
+            answer = await self._post(call)
         except ResponseError as error:
             return call.failed(error)
         return call.read(answer)
@@ -149,13 +150,13 @@ class AsyncRewardClient:
 
     async def _flat(self, call: FlatCall) -> ScoreResult:
         try:
-            answer = await self._post(call.payload)
+            answer = await self._post(call)
         except ResponseError as error:
             return call.failed(error)
         return call.read(answer)
 
-    async def _post(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        return await self._request("POST", "score", encode(payload), patience(self._timeout, payload))
+    async def _post(self, call: FlatCall | GroupsCall) -> Mapping[str, Any]:
+        return await self._request("POST", "score", Scoring(call), patience(self._timeout, call.payload))
 
     async def _why_not(self, path: str) -> RewardClientError | None:
         pool = self._pool()
@@ -165,24 +166,31 @@ class AsyncRewardClient:
             return connection_error(error, str(pool.base_url.join(path)))
 
     async def _request(
-        self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+        self, method: str, path: str, scoring: Scoring | None = None, timeout: float | None = None
     ) -> Mapping[str, Any]:
         pool, started, attempt = self._pool(), self._clock(), 0
         while True:
             left = self._retry.budget_seconds - (self._clock() - started)
             limits = attempt_timeout(timeout or self._timeout, self._connect_timeout, left)
             try:
+                content = None if scoring is None else scoring.content
                 response = await _within(left, pool.request(method, path, content=content, timeout=limits))
-                late = RequestTimeoutError(f"{pool.base_url.join(path)}: no answer within the budget")
-                outcome = late if response is None else read_response(response)
+                outcome = late(pool, path) if response is None else read_response(response, response.content)
             except httpx.RequestError as error:
                 outcome = connection_error(error, str(pool.base_url.join(path)))
             if not isinstance(outcome, RewardClientError):
-                return outcome
+                if scoring is None:
+                    return outcome
+                not_now = scoring.take(outcome)
+                if not_now is None:
+                    return scoring.answer
+                outcome = not_now
             outcome.num_attempts = attempt + 1
             wait = self._retry.wait_seconds(outcome, attempt, self._clock() - started, self._draw())
             if wait is None:
-                raise outcome
+                if scoring is None:
+                    raise outcome
+                return scoring.given_up(outcome)
             self._notice.say(str(pool.base_url), outcome, wait)
             await self._sleep(wait)
             attempt += 1

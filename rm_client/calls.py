@@ -6,7 +6,7 @@ that would mean something else than the caller wrote (a string where a list belo
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from rm_client.answers import GroupsResult, OnError, ScoreResult, read_groups, read_score
@@ -25,6 +25,9 @@ Text: TypeAlias = str | Sequence[Message]
 """A string, or messages."""
 Completion: TypeAlias = Text | Mapping[str, Any]
 """A string, messages, or ``{"content": string or messages, "finished": bool}``."""
+
+Index: TypeAlias = tuple[int, ...]
+"""Of an item: ``(completion,)``, or ``(group, completion)`` for groups."""
 
 
 _ITEMS_OWN_FAULT = {
@@ -60,9 +63,21 @@ class FlatCall:
     """One group, or a flat list: the answer has one list."""
 
     payload: dict[str, Any]
+    field_name: str
     num_items: int
     pin: str | None
     on_error: OnError
+
+    @property
+    def indexes(self) -> list[Index]:
+        """Of the items, in order."""
+        return [(i,) for i in range(self.num_items)]
+
+    def part(self, indexes: Sequence[Index], reward_id: str) -> "FlatCall":
+        """The same call for some of its items, to be scored by ``reward_id``, and without advantages."""
+        rows = [self.payload[self.field_name][i] for (i,) in indexes]
+        payload = {**_part_of(self.payload, reward_id), self.field_name: rows}
+        return replace(self, payload=payload, num_items=len(rows))
 
     def read(self, answer: Mapping[str, Any]) -> ScoreResult:
         """Check the answer. Raises InvalidAnswerError, RewardIdMismatchError or PartialFailureError."""
@@ -70,7 +85,7 @@ class FlatCall:
 
     def failed(self, error: ResponseError) -> ScoreResult:
         """All items failed, each with its own reason: None for each where ``on_error="none"``, else ``error``."""
-        entries = _item_entries(error, self.on_error, [(i,) for i in range(self.num_items)])
+        entries = _item_entries(error, self.on_error, self.indexes)
         holes, zeros = [None] * self.num_items, [0.0] * self.num_items
         answer = {
             "rewards": holes, "advantages": zeros, "token_rewards": holes, "errors": entries, "reward_id": self.pin
@@ -87,13 +102,30 @@ class GroupsCall:
     pin: str | None
     on_error: OnError
 
+    @property
+    def indexes(self) -> list[Index]:
+        """Of the items, in order."""
+        return [(g, i) for g, n in enumerate(self.sizes) for i in range(n)]
+
+    def part(self, indexes: Sequence[Index], reward_id: str) -> "GroupsCall":
+        """The same call for some of its items, to be scored by ``reward_id``, and without advantages."""
+        members: dict[int, list[int]] = {}
+        for g, i in indexes:
+            members.setdefault(g, []).append(i)
+        groups = [
+            {**self.payload["groups"][g], "completions": [self.payload["groups"][g]["completions"][i] for i in items]}
+            for g, items in members.items()
+        ]
+        payload = {**_part_of(self.payload, reward_id), "groups": groups}
+        return replace(self, payload=payload, sizes=[len(items) for items in members.values()])
+
     def read(self, answer: Mapping[str, Any]) -> GroupsResult:
         """Check the answer. Raises InvalidAnswerError, RewardIdMismatchError or PartialFailureError."""
         return read_groups(answer, self.sizes, pin=self.pin, on_error=self.on_error, **_beside(self.payload))
 
     def failed(self, error: ResponseError) -> GroupsResult:
         """All items failed, each with its own reason: None for each where ``on_error="none"``, else ``error``."""
-        entries = _item_entries(error, self.on_error, [(g, i) for g, n in enumerate(self.sizes) for i in range(n)])
+        entries = _item_entries(error, self.on_error, self.indexes)
         holes, zeros = [[None] * n for n in self.sizes], [[0.0] * n for n in self.sizes]
         answer = {
             "rewards": holes, "advantages": zeros, "token_rewards": holes, "errors": entries, "reward_id": self.pin
@@ -117,7 +149,7 @@ def flat_call(
     """A request whose items stand in one list under ``field_name``, with the fields ``beside`` it."""
     rows = token_rows(items) if field_name == "input_ids" else listed(items, field_name)
     options = _options(pin, advantages, truncation, text_as, deadline_ms, token_rewards)
-    return FlatCall({**(beside or {}), field_name: rows, **options}, len(rows), pin, _checked(on_error))
+    return FlatCall({**(beside or {}), field_name: rows, **options}, field_name, len(rows), pin, _checked(on_error))
 
 
 def groups_call(
@@ -208,12 +240,18 @@ def _options(
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def _part_of(payload: Mapping[str, Any], reward_id: str) -> dict[str, Any]:
+    """What is sent beside some of the items. Advantages are of whole groups; the rewards, of one model."""
+    fields = {key: value for key, value in payload.items() if key != "advantages"}
+    return {**fields, "reward_id": reward_id} if reward_id else fields
+
+
 def _beside(payload: Mapping[str, Any]) -> dict[str, bool]:
     """What was asked for beside the rewards, and must therefore be in the answer."""
     return {key: key in payload for key in ("advantages", "token_rewards")}
 
 
-def _item_entries(error: ResponseError, on_error: OnError, indexes: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+def _item_entries(error: ResponseError, on_error: OnError, indexes: list[Index]) -> list[dict[str, Any]]:
     """The reasons, one per item, of a request in which every item failed; a failure of the request itself raises.
 
     So does one that happens to have hit every item but lies in none of them (a deadline, a broken forward): a trainer

@@ -1,12 +1,13 @@
 """The blocking client.
 
-Invariant: a call returns checked rewards or raises one of rm_client.errors. No attempt begins after the budget, and no
-wait for the server within one is longer than what is left of it.
+Invariant: a call returns checked rewards or raises one of rm_client.errors. After the budget no attempt
+begins and no wait for the server; and within an attempt no wait is longer than what was left when the attempt began.
 One RewardClient is one connection pool; it may be used from many threads. After a fork, make a new one.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rm_client.answers import GroupsResult, ScoreResult, ServerInfo, read_info
-from rm_client.calls import Completion, FlatCall, GroupsCall, Text, encode, flat_call, groups_call
-from rm_client.errors import InvalidAnswerError, ResponseError, RewardClientError, response_error
+from rm_client.calls import Completion, FlatCall, GroupsCall, Text, flat_call, groups_call
+from rm_client.errors import InvalidAnswerError, RequestTimeoutError, ResponseError, RewardClientError, response_error
+from rm_client.holes import Scoring
 from rm_client.retry import RetryNotice, RetryPolicy, connection_error, retry_after_seconds
 
 if TYPE_CHECKING:
@@ -40,8 +42,10 @@ class RewardClient:
     ``reward_id``: pin; the server refuses to score with another reward model, and every answer is checked.
     ``timeout``: seconds for one attempt (the server answers 503 before the default passes; a call with a longer
     ``deadline_ms`` waits for that); ``connect_timeout``: seconds to connect. ``budget_seconds`` bounds the whole call,
-    waits included, and ``max_retries`` the attempts (by default the budget ends first: a server that restarts may take
-    minutes to load). What is retried is in rm_client.retry; a warning says so once a minute.
+    waits included (an answer that drips and then stops can take one ``timeout`` more), and ``max_retries`` the attempts
+    (by default the budget ends first: a server that restarts may take minutes to load). What is retried is in
+    rm_client.retry; a warning says so once a minute. Of an answer in which items have no reward for a reason that may
+    pass, these alone are sent again.
     ``max_connections``: of the pool; more calls at once wait for a free one.
     ``transport``: an httpx transport, the seam for tests. ``sleep``, ``clock``, ``draw``: likewise for time and chance.
     """
@@ -90,7 +94,7 @@ class RewardClient:
         """Score many groups in one request: ``{"prompt", "completions"}``, and ``id``, ``reference`` if wanted."""
         call: GroupsCall = groups_call(groups, pin=self.reward_id, **options)
         try:
-            answer = self._post(call.payload)
+            answer = self._post(call)
         except ResponseError as error:
             return call.failed(error)
         return call.read(answer)
@@ -150,13 +154,13 @@ class RewardClient:
 
     def _flat(self, call: FlatCall) -> ScoreResult:
         try:
-            answer = self._post(call.payload)
+            answer = self._post(call)
         except ResponseError as error:
             return call.failed(error)
         return call.read(answer)
 
-    def _post(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._request("POST", "score", encode(payload), patience(self._timeout, payload))
+    def _post(self, call: FlatCall | GroupsCall) -> Mapping[str, Any]:
+        return self._request("POST", "score", Scoring(call), patience(self._timeout, call.payload))
 
     def _why_not(self, path: str) -> RewardClientError | None:
         try:
@@ -165,26 +169,44 @@ class RewardClient:
             return connection_error(error, str(self._http.base_url.join(path)))
 
     def _request(
-        self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+        self, method: str, path: str, scoring: Scoring | None = None, timeout: float | None = None
     ) -> Mapping[str, Any]:
         started, attempt = self._clock(), 0
         while True:
             left = self._retry.budget_seconds - (self._clock() - started)
             limits = attempt_timeout(timeout or self._timeout, self._connect_timeout, left)
             try:
-                response = self._http.request(method, path, content=content, timeout=limits)
-                outcome = read_response(response)
+                content = None if scoring is None else scoring.content
+                outcome = self._attempt(method, path, content, limits, started + self._retry.budget_seconds)
             except httpx.RequestError as error:
                 outcome = connection_error(error, str(self._http.base_url.join(path)))
             if not isinstance(outcome, RewardClientError):
-                return outcome
+                if scoring is None:
+                    return outcome
+                not_now = scoring.take(outcome)
+                if not_now is None:
+                    return scoring.answer
+                outcome = not_now
             outcome.num_attempts = attempt + 1
             wait = self._retry.wait_seconds(outcome, attempt, self._clock() - started, self._draw())
             if wait is None:
-                raise outcome
+                if scoring is None:
+                    raise outcome
+                return scoring.given_up(outcome)
             self._notice.say(str(self._http.base_url), outcome, wait)
             self._sleep(wait)
             attempt += 1
+
+    def _attempt(
+        self, method: str, path: str, content: bytes | None, limits: httpx.Timeout, ends: float
+    ) -> Mapping[str, Any] | RewardClientError:
+        body = bytearray()
+        with self._http.stream(method, path, content=content, timeout=limits) as response:
+            for chunk in response.iter_bytes():
+                body += chunk
+                if self._clock() > ends:  # httpx bounds each wait, this bounds them all (an answer may drip)
+                    return late(self._http, path)
+        return read_response(response, bytes(body))
 
 
 def http_settings(base_url: str, api_key: str | None, max_connections: int) -> dict[str, Any]:
@@ -223,7 +245,7 @@ def attempt_timeout(timeout: float, connect_timeout: float, left: float) -> http
 
 def reason_of(response: httpx.Response) -> RewardClientError | None:
     """Why a probe's answer is not a yes; None where it is."""
-    answer = None if response.status_code == 200 else read_response(response)
+    answer = None if response.status_code == 200 else read_response(response, response.content)
     return answer if isinstance(answer, RewardClientError) else None
 
 
@@ -232,10 +254,15 @@ def not_ready(url: str, seconds: float, reason: RewardClientError) -> RewardClie
     return RewardClientError(f"{url}: not ready within {seconds:g} s; the last try: {reason}", retryable=True)
 
 
-def read_response(response: httpx.Response) -> Mapping[str, Any] | RewardClientError:
+def late(http: httpx.Client | httpx.AsyncClient, path: str) -> RequestTimeoutError:
+    """An answer that had begun, or not, when the budget ended."""
+    return RequestTimeoutError(f"{http.base_url.join(path)}: no answer within the budget")
+
+
+def read_response(response: httpx.Response, content: bytes) -> Mapping[str, Any] | RewardClientError:
     """The decoded answer, or the exception that it stands for (returned, so that the caller may retry)."""
     try:
-        body: Any = response.json()
+        body: Any = json.loads(content)
     except ValueError:  # covers bytes that are no UTF-8
         body = None
     if response.status_code == 200 and isinstance(body, Mapping):
@@ -247,6 +274,6 @@ def read_response(response: httpx.Response) -> Mapping[str, Any] | RewardClientE
         return ResponseError(
             f"{response.url}: redirects to {target}; give that as base_url", status=response.status_code
         )
-    error = response_error(response.status_code, body, text=response.text)
+    error = response_error(response.status_code, body, text=content.decode(errors="replace"))
     error.retry_after_seconds = retry_after_seconds(response.headers.get("Retry-After"), response.headers.get("Date"))
     return error

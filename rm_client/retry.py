@@ -1,7 +1,8 @@
 """When to try again, after how long, and that it is said. No clock and no randomness of its own.
 
-Invariant: only failures before an answer, and answers that say "not now" (502, 503), are tried again; a refusal (4xx),
-our own failure (500) and a missed deadline (504) never are; and no wait goes past the call's budget.
+Invariant: only failures before an answer, and answers that say "not now" (502, 503; of some items or of all), are tried
+again; a refusal (4xx), our own failure (500) and a missed deadline (504, the caller's own) never are; and no wait goes
+past the call's budget.
 """
 
 import logging

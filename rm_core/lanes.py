@@ -8,7 +8,7 @@ divided among them, so they hold no more memory.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Lanes:
         pool = self._threads(num_lanes)
         running = [pool.submit(run, part, max_tokens // num_lanes) for part in parts]
         wait(running)  # all of them, also where one fails: nothing goes on behind the caller's back
-        results = [future.result() for future in running]
+        results = _results(running)
         if together:
             parts.append(members(together))
             results.append(run(parts[-1], max_tokens))
@@ -70,6 +70,18 @@ class Lanes:
             self._pool = ThreadPoolExecutor(num_lanes, "rm-lane", initializer=_own_threads, initargs=shape[1:])
             self._shape = shape
         return self._pool
+
+
+def _results(running: "list[Future[Scored]]") -> list[Scored]:
+    """Of lanes that have ended; raises what one of them raised.
+
+    Empties the list: the exception's traceback holds the caller's frame, which holds the list. With the exception in it
+    this would be a cycle, and the failed forward's tensors would stay until the collector comes by.
+    """
+    results = []
+    while running:
+        results.append(running.pop(0).result())
+    return results
 
 
 def _own_threads(num_threads: int) -> None:

@@ -2,7 +2,7 @@
 
 Invariant: every sequence that goes in comes out with a finite reward or an error of its own, in order; an exception,
 running out of memory, or a NaN costs nobody but the sequence that causes it. The charges of a batch add up to the
-tokens that its successful forwards computed.
+tokens that its successful forwards computed. Where not even one token can be scored, the batch fails soon.
 """
 
 import sys
@@ -29,6 +29,20 @@ SMALLEST_PIECE = 64
 """A sequence that does not fit memory is tried in pieces down to this many tokens."""
 SMALLEST_CACHE = 1 << 20
 """Running out of memory lowers the cache's budget to this many bytes at most."""
+SMALLEST_LIMIT = 512
+"""A batch that does not fit memory lowers the token limit no further: what it saved would be little, and recovery would
+take hundreds of forwards."""
+MAX_FAILED_ALONE = 8
+"""So many sequences fail alone, and none succeeds, before one token is tried to see whether anything works at all."""
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "std::bad_alloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
 
 
 class Scorer(Protocol):
@@ -98,7 +112,7 @@ class ScoredBatch:
     num_out_of_memory: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-    """For the log: type and place of each exception."""
+    """For the log: type and place of each exception, and how often it came."""
     token_rewards: dict[bytes, np.ndarray] = field(default_factory=dict)
     """fp32 [n] at the last n tokens of a sequence, of those for which they were wanted."""
 
@@ -135,6 +149,12 @@ class BatchScorer:
         self._good_forwards = 0
         self._uses_cache = False
         self._read_from: Mapping[bytes, int] = {}
+        self._num_failed_alone = 0
+        """Sequences of this batch whose own forward failed."""
+        self._has_succeeded = False
+        """A forward of this batch has."""
+        self._is_broken = False
+        """No forward succeeds, whatever is in it: what is left of this batch fails without one."""
 
     def known_length(self, key: bytes) -> int:
         """Tokens at the beginning of a sequence that would come from the cache."""
@@ -151,6 +171,7 @@ class BatchScorer:
         fan_out = Counter(keys)
         unique = list(fan_out)
         self._uses_cache = self.cache is not None
+        self._num_failed_alone, self._has_succeeded, self._is_broken = 0, False, False
         evicted_before = self.cache.num_evicted if self.cache is not None else 0
         costs: dict[bytes, float] = {}
         if self._counting == "alone":
@@ -162,6 +183,7 @@ class BatchScorer:
         scored.charges = _whole_numbers([costs.get(key, 0.0) / fan_out[key] for key in keys])
         if self.cache is not None:
             scored.num_evicted = self.cache.num_evicted - evicted_before
+        scored.problems = [f"{text} ({n} times)" if n > 1 else text for text, n in Counter(scored.problems).items()]
         scored.seconds = self._clock() - start
         return scored
 
@@ -177,8 +199,10 @@ class BatchScorer:
         rewards = np.asarray(done.rewards, dtype=np.float32)
         if rewards.shape != (len(keys),):
             raise ValueError(f"the model gave rewards of shape {rewards.shape} for {len(keys)} sequences")
-        costs.update(zip(keys, map(float, done.computed_tokens), strict=True))
+        for key, computed in zip(keys, map(float, done.computed_tokens), strict=True):
+            costs[key] = costs.get(key, 0.0) + computed
         scored.cached_tokens += done.cached_tokens
+        self._has_succeeded = True
         if done.heads is None:
             return list(map(float, rewards))
         spread = zip(rewards, done.heads.std(axis=1), done.heads.min(axis=1), strict=True)
@@ -207,6 +231,8 @@ class BatchScorer:
     ) -> list[float | ServerError]:
         # Alone, a long sequence is cut by a fixed budget: where it is cut must not depend on what happened before.
         limit = self._max_batch_tokens if self._counting == "alone" else self.token_limit
+        if self._is_broken:
+            return [_failed()] * len(keys)
         problem = None
         try:
             rewards = self._forward(keys, scored, costs, limit)
@@ -215,7 +241,7 @@ class BatchScorer:
             out_of_memory = is_out_of_memory(error)
         if problem is None:
             self._recover()
-            return [_outcome(reward) for reward in rewards]
+            return self._checked(keys, rewards, scored, costs)
         # Past the handler, so that the exception no longer keeps the failed forward's tensors alive.
         scored.problems.append(problem)
         if out_of_memory:
@@ -227,7 +253,42 @@ class BatchScorer:
             return [outcome for part in parts for outcome in self._score(part, scored, costs, is_retry=True)]
         if not is_retry:
             return self._score(keys, scored, costs, is_retry=True)
-        return [InternalError("the model failed on this item; the server's log says where")]
+        self._num_failed_alone += 1
+        if self._num_failed_alone == MAX_FAILED_ALONE and not self._has_succeeded:
+            self._is_broken = not self._works()
+        return [_failed()]
+
+    def _checked(
+        self, keys: list[bytes], rewards: list[float], scored: ScoredBatch, costs: dict[bytes, float]
+    ) -> list[float | ServerError]:
+        """The outcomes of a forward. What is not finite is computed again, alone and without the cache: where a key is
+        masked by a weight of 0, its NaN reaches all the same (0 · NaN) whoever is beside it, and through the cache
+        whoever comes later."""
+        outcomes = [_outcome(reward) for reward in rewards]
+        suspects = [place for place, reward in enumerate(rewards) if not np.isfinite(reward)]
+        if len(keys) == 1 and not self._uses_cache:
+            return outcomes
+        uses_cache, self._uses_cache = self._uses_cache, False
+        num_healed = 0
+        for tried, place in enumerate(suspects):
+            if tried == MAX_FAILED_ALONE and not num_healed and not self._works():
+                break
+            outcomes[place] = self._score([keys[place]], scored, costs)[0]
+            num_healed += isinstance(outcomes[place], float)
+        self._uses_cache = uses_cache
+        if num_healed:
+            scored.num_failures += 1
+            scored.problems.append(f"{num_healed} of {len(suspects)} rewards that were not finite are finite alone")
+            if self.cache is not None:
+                self.cache.clear()
+        return outcomes
+
+    def _works(self) -> bool:
+        """Whether the model still gives a reward for anything at all."""
+        try:
+            return bool(np.isfinite(self.model.score_batch([(0,)]).rewards).all())
+        except Exception:  # its kind was noted for the sequences that failed
+            return False
 
     def _score_in_less_memory(
         self, keys: list[bytes], scored: ScoredBatch, costs: dict[bytes, float]
@@ -243,7 +304,7 @@ class BatchScorer:
         for key in keys:
             cost.add(key, cost.with_key(key))
         if cost.tokens <= self.token_limit:  # a larger one was cut before the limit was lowered
-            self.token_limit = max(cost.tokens // 2, 1)
+            self.token_limit = min(self.token_limit, max(cost.tokens // 2, SMALLEST_LIMIT))
         outcomes: list[float | ServerError] = []
         for part in self._parts(keys, self.token_limit):
             outcomes += self._score(part, scored, costs, is_retry=True)
@@ -270,7 +331,7 @@ class BatchScorer:
                 scored.problems.append(describe_exception(error))
                 if not is_out_of_memory(error):
                     scored.num_failures += 1
-                    return InternalError("the model failed on this item; the server's log says where")
+                    return _failed()
             else:
                 self.token_limit = limit
                 return _outcome(reward)
@@ -317,6 +378,10 @@ def _whole_numbers(parts: Sequence[float]) -> list[int]:
     return [int(number) for number in np.diff(totals, prepend=0)]
 
 
+def _failed() -> InternalError:
+    return InternalError("the model failed on this item; the server's log says where")
+
+
 def _outcome(reward: float) -> float | ServerError:
     if np.isfinite(reward):
         return reward
@@ -328,9 +393,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("out of memory", "can't allocate memory", "cannot allocate memory")
-    )
+    return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
 def free_cached_memory() -> None:

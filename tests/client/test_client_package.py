@@ -38,6 +38,7 @@ PUBLIC = [
     "ScoreResult",
     "ServerInfo",
     "Timing",
+    "TokenRewards",
     "TokenizerMismatchError",
     "TooLargeError",
     "TooLongError",

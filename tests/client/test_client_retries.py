@@ -1,6 +1,7 @@
 """What is tried again, how long it takes, and which exception each answer becomes."""
 
 import asyncio
+import gzip
 import pickle
 import random
 from typing import Any
@@ -14,18 +15,6 @@ import rm_client
 from rm_client import AsyncRewardClient, RewardClient
 from rm_client.errors import ConnectionFailedError, OverloadedError, RewardClientError, response_error
 from rm_client.retry import RetryPolicy, connection_error, retry_after_seconds
-
-
-def client_of(server: Any, fake_time: Any, draw: float = 1.0, **settings: Any) -> RewardClient:
-    return RewardClient(
-        "http://rm",
-        transport=httpx.MockTransport(server),
-        sleep=fake_time.sleep,
-        clock=fake_time.clock,
-        draw=lambda: draw,
-        **settings,
-    )
-
 
 MIRRORED = [
     (400, "invalid_request", rm_client.InvalidRequestError),
@@ -57,28 +46,37 @@ WAITED_FOR = [
 
 @pytest.mark.parametrize(("status", "kind", "expected"), MIRRORED)
 def test_refusals_become_their_exception_and_are_not_repeated(
-    server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
+    connect: Any, server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
 ) -> None:
-    server.refusals = [refusal(status, kind, Retry_After="1")]
-    with client_of(server, fake_time) as client, pytest.raises(RewardClientError) as caught:
+    # The deadline was the caller's own: another call may succeed, this one is over.
+    may_succeed_later = kind == "deadline_exceeded"
+    server.refusals = [refusal(status, kind, may_succeed_later, Retry_After="1")]
+    client = connect()
+    with pytest.raises(RewardClientError) as caught:
         client.score("p", ["a"])
     error = caught.value
     assert type(error) is expected
-    assert (error.type, error.status, error.retryable, error.message) == (kind, status, False, f"about {kind}")
+    assert (error.type, error.status, error.retryable, error.message) == (
+        kind,
+        status,
+        may_succeed_later,
+        f"about {kind}",
+    )
     assert len(server.requests) == 1
     assert fake_time.waits == []
 
 
 @pytest.mark.parametrize(("status", "kind", "expected"), WAITED_FOR)
 def test_not_now_is_repeated_until_it_works(
-    server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
+    connect: Any, server: Any, fake_time: Any, refusal: Any, status: int, kind: str, expected: type
 ) -> None:
     server.refusals = [refusal(status, kind, True)] * 2
-    with client_of(server, fake_time) as client:
-        assert client.score("p", ["a"]).rewards == [1.0]
+    client = connect()
+    assert client.score("p", ["a"]).rewards == [1.0]
     assert fake_time.waits == [0.5, 1.0]  # first_wait * 2**n with the draw at its upper end
     server.refusals = [refusal(status, kind, True)] * 9
-    with client_of(server, fake_time, max_retries=2) as client, pytest.raises(RewardClientError) as caught:
+    client = connect(max_retries=2)
+    with pytest.raises(RewardClientError) as caught:
         client.score("p", ["a"])
     assert type(caught.value) is expected
     assert caught.value.num_attempts == 3
@@ -86,25 +84,28 @@ def test_not_now_is_repeated_until_it_works(
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.999])
-def test_by_default_a_server_may_be_away_for_ten_minutes(server: Any, fake_time: Any, draw: float) -> None:
+def test_by_default_a_server_may_be_away_for_ten_minutes(
+    connect: Any, server: Any, fake_time: Any, draw: float
+) -> None:
     server.refusals = [httpx.ConnectError("refused") for _ in range(1000)]
-    with client_of(server, fake_time, draw=draw) as client, pytest.raises(ConnectionFailedError):
+    client = connect(draw=draw)
+    with pytest.raises(ConnectionFailedError):
         client.score("p", ["a"])
     assert 560 < sum(fake_time.waits) < 600
 
 
 @pytest.mark.parametrize(("deadline_ms", "seconds"), [(None, 120.0), (5_000, 120.0), (300_000, 310.0), (9e6, 600.0)])
 def test_a_call_waits_as_long_as_its_own_deadline_within_the_budget(
-    server: Any, fake_time: Any, deadline_ms: float | None, seconds: float
+    connect: Any, server: Any, deadline_ms: float | None, seconds: float
 ) -> None:
-    with client_of(server, fake_time) as client:
-        client.score("p", ["a"], deadline_ms=deadline_ms)
+    client = connect()
+    client.score("p", ["a"], deadline_ms=deadline_ms)
     assert server.requests[0].extensions["timeout"]["read"] == seconds
 
 
-def test_an_api_key_is_sent_without_its_line_end_and_quoted_by_no_error(server: Any, fake_time: Any) -> None:
-    with client_of(server, fake_time, api_key="rm-canary\n") as client:
-        client.score("p", ["a"])
+def test_an_api_key_is_sent_without_its_line_end_and_quoted_by_no_error(connect: Any, server: Any) -> None:
+    client = connect(api_key="rm-canary\n")
+    client.score("p", ["a"])
     assert server.requests[0].headers["Authorization"] == "Bearer rm-canary"
     for key in ("", " \n", "rm-\ncanary", "rm-canary\x00", "rm-canary\u00e9"):
         for kind in (RewardClient, AsyncRewardClient):
@@ -119,17 +120,23 @@ def test_every_error_of_the_server_has_an_exception_here() -> None:
     def below(cls: type[errors.ServerError]) -> set[str]:
         return {cls.type}.union(*(below(sub) for sub in cls.__subclasses__() if sub.__module__ == errors.__name__))
 
+    def retryable(cls: type[errors.ServerError]) -> set[str]:
+        of_its_own = {cls.type} if cls.retryable and "type" in vars(cls) else set()
+        return of_its_own.union(*(retryable(sub) for sub in cls.__subclasses__() if sub.__module__ == errors.__name__))
+
     administration = {"busy", "checkpoint_refused", "not_enough_memory"}
     known = {kind for _, kind, _ in (*MIRRORED, *WAITED_FOR)} - {"teapot"}
     assert below(errors.ServerError) - administration <= known
+    waited_for = {kind for _, kind, _ in WAITED_FOR}
+    assert retryable(errors.ServerError) - administration == {*waited_for, "deadline_exceeded"}
 
 
 def test_waiting_is_said_once_a_minute_however_many_wait(
-    server: Any, fake_time: Any, refusal: Any, caplog: pytest.LogCaptureFixture
+    connect: Any, server: Any, fake_time: Any, refusal: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.refusals = [refusal(503, "overloaded", True, Retry_After="20") for _ in range(7)]
-    with client_of(server, fake_time, draw=0.0) as client:
-        client.score("p", ["a"])
+    client = connect(draw=0.0)
+    client.score("p", ["a"])
     assert len(fake_time.waits) == 7
     said = [record.getMessage() for record in caplog.records if record.name == "rm_client"]
     after = ("", " (after 4 attempts)", " (after 7 attempts)")
@@ -138,24 +145,22 @@ def test_waiting_is_said_once_a_minute_however_many_wait(
     ]
 
 
-def test_not_ready_in_time_says_what_the_last_try_met(server: Any, fake_time: Any, refusal: Any) -> None:
-    with client_of(server, fake_time) as client:
-        server.refusals = [refusal(503, "loading", True) for _ in range(99)]
-        with pytest.raises(RewardClientError, match="not ready within 1 s; the last try: HTTP 503 loading"):
-            client.wait_until_ready(1)
-        server.refusals = [httpx.ConnectError("Connection refused") for _ in range(99)]
-        with pytest.raises(RewardClientError, match="last try: connection_failed: http://rm/ready: Connection refused"):
-            client.wait_until_ready(1)
-        server.refusals = [httpx.Response(200, text="<html>") for _ in range(99)]
+def test_not_ready_in_time_says_what_the_last_try_met(connect: Any, server: Any, refusal: Any) -> None:
+    client = connect()
+    server.refusals = [refusal(503, "loading", True) for _ in range(99)]
+    with pytest.raises(RewardClientError, match="not ready within 1 s; the last try: HTTP 503 loading"):
         client.wait_until_ready(1)
+    server.refusals = [httpx.ConnectError("Connection refused") for _ in range(99)]
+    with pytest.raises(RewardClientError, match="last try: connection_failed: http://rm/ready: Connection refused"):
+        client.wait_until_ready(1)
+    server.refusals = [httpx.Response(200, text="<html>") for _ in range(99)]
+    client.wait_until_ready(1)
 
 
-def test_a_redirect_says_where_to(server: Any, fake_time: Any) -> None:
+def test_a_redirect_says_where_to(connect: Any, server: Any) -> None:
     server.refusals = [httpx.Response(308, headers={"Location": "https://rm/score"})]
-    with (
-        client_of(server, fake_time) as client,
-        pytest.raises(rm_client.ResponseError, match="redirects to https://rm"),
-    ):
+    client = connect()
+    with pytest.raises(rm_client.ResponseError, match="redirects to https://rm"):
         client.score("p", ["a"])
     assert len(server.requests) == 1
 
@@ -175,9 +180,43 @@ async def test_an_answer_that_drips_ends_with_the_budget() -> None:
             await client.score("p", ["a"])
 
 
-def test_the_server_can_say_that_waiting_is_pointless(server: Any, fake_time: Any, refusal: Any) -> None:
+def test_an_answer_that_drips_ends_with_the_budget_of_the_blocking_client(fake_time: Any) -> None:
+    class Drips(httpx.SyncByteStream):
+        def __iter__(self) -> Any:
+            while True:
+                fake_time.now += 1
+                yield b" "
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=Drips())
+
+    client = RewardClient("http://rm", transport=httpx.MockTransport(answer), budget_seconds=20, clock=fake_time.clock)
+    with client, pytest.raises(rm_client.RequestTimeoutError, match="http://rm/score: no answer within the budget"):
+        client.score("p", ["a"])
+    assert fake_time.now == 121.0
+
+
+@pytest.mark.parametrize("encoding", [None, "gzip"])
+def test_an_answer_that_comes_in_pieces_is_whole(encoding: str | None) -> None:
+    body = b'{"rewards": [1.5], "reward_id": "r", "model": "m"}'
+    sent = gzip.compress(body) if encoding else body
+
+    class Pieces(httpx.SyncByteStream):
+        def __iter__(self) -> Any:
+            yield from (sent[at : at + 7] for at in range(0, len(sent), 7))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = {"Content-Encoding": encoding} if encoding else {}
+        return httpx.Response(200, stream=Pieces(), headers=headers)
+
+    with RewardClient("http://rm", transport=httpx.MockTransport(answer)) as client:
+        assert client.score("p", ["a"]).rewards == [1.5]
+
+
+def test_the_server_can_say_that_waiting_is_pointless(connect: Any, server: Any, fake_time: Any, refusal: Any) -> None:
     server.refusals = [refusal(503, "draining", False)]
-    with client_of(server, fake_time) as client, pytest.raises(rm_client.DrainingError):
+    client = connect()
+    with pytest.raises(rm_client.DrainingError):
         client.score("p", ["a"])
     assert fake_time.waits == []
 
@@ -186,34 +225,36 @@ def test_the_server_can_say_that_waiting_is_pointless(server: Any, fake_time: An
     "broken",
     [httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ConnectTimeout],
 )
-def test_broken_connections_are_repeated(server: Any, fake_time: Any, broken: Any) -> None:
+def test_broken_connections_are_repeated(connect: Any, server: Any, fake_time: Any, broken: Any) -> None:
     server.refusals = [broken("server restarts"), broken("server restarts")]
-    with client_of(server, fake_time, draw=0.0) as client:
-        assert client.score("p", ["a"]).rewards == [1.0]
+    client = connect(draw=0.0)
+    assert client.score("p", ["a"]).rewards == [1.0]
     assert fake_time.waits == [0.25, 0.5]  # half of first_wait * 2**n at the draw's lower end
 
 
 @pytest.mark.parametrize("kind", [httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout])
-def test_a_time_out_is_an_error_of_its_own_and_not_repeated(server: Any, fake_time: Any, kind: Any) -> None:
+def test_a_time_out_is_an_error_of_its_own_and_not_repeated(connect: Any, server: Any, kind: Any) -> None:
     server.refusals = [kind("slow")]
-    with client_of(server, fake_time) as client, pytest.raises(rm_client.RequestTimeoutError) as caught:
+    client = connect()
+    with pytest.raises(rm_client.RequestTimeoutError) as caught:
         client.score("p", ["a"], on_error="none")
     assert len(server.requests) == 1
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_what_httpx_cannot_do_is_not_repeated(server: Any, fake_time: Any) -> None:
+def test_what_httpx_cannot_do_is_not_repeated(connect: Any, server: Any) -> None:
     server.refusals = [httpx.DecodingError("bad gzip")]
-    with client_of(server, fake_time) as client, pytest.raises(ConnectionFailedError, match="bad gzip"):
+    client = connect()
+    with pytest.raises(ConnectionFailedError, match="bad gzip"):
         client.score("p", ["a"])
     assert len(server.requests) == 1
 
 
-def test_retry_after_is_a_floor(server: Any, fake_time: Any, refusal: Any) -> None:
+def test_retry_after_is_a_floor(connect: Any, server: Any, fake_time: Any, refusal: Any) -> None:
     date = {"Date": "Tue, 03 Mar 2026 10:00:00 GMT", "Retry_After": "Tue, 03 Mar 2026 10:00:20 GMT"}
     server.refusals = [refusal(503, "loading", True, Retry_After="8"), refusal(503, "loading", True, **date)]
-    with client_of(server, fake_time, draw=0.0) as client:
-        client.score("p", ["a"])
+    client = connect(draw=0.0)
+    client.score("p", ["a"])
     assert fake_time.waits == [8.0, 20.0]
 
 
@@ -232,23 +273,23 @@ def test_retry_after_in_every_form(header: Any, date: Any, expected: Any) -> Non
     assert retry_after_seconds(header, date) == expected
 
 
-def test_the_whole_call_stays_within_its_budget(server: Any, fake_time: Any, refusal: Any) -> None:
+def test_the_whole_call_stays_within_its_budget(connect: Any, server: Any, fake_time: Any, refusal: Any) -> None:
     server.refusals = [refusal(503, "overloaded", True)] * 100
-    with client_of(server, fake_time, max_retries=50, budget_seconds=10.0) as client:
-        with pytest.raises(rm_client.OverloadedError):
-            client.score("p", ["a"])
-        assert fake_time.waits == [0.5, 1.0, 2.0, 4.0]  # 7.5 s; 8 s more would pass the budget
-        assert fake_time.now == 107.5
-        server.refusals = [refusal(503, "overloaded", True, Retry_After="3600")]
-        with pytest.raises(rm_client.OverloadedError):
-            client.score("p", ["a"])
-        assert fake_time.now == 107.5  # no waiting for what cannot be reached
-
-
-def test_an_attempt_may_not_outlast_the_budget(server: Any, fake_time: Any, refusal: Any) -> None:
-    server.refusals = [refusal(503, "overloaded", True)] * 3
-    with client_of(server, fake_time, timeout=100.0, connect_timeout=50.0, budget_seconds=4.0) as client:
+    client = connect(max_retries=50, budget_seconds=10.0)
+    with pytest.raises(rm_client.OverloadedError):
         client.score("p", ["a"])
+    assert fake_time.waits == [0.5, 1.0, 2.0, 4.0]  # 7.5 s; 8 s more would pass the budget
+    assert fake_time.now == 107.5
+    server.refusals = [refusal(503, "overloaded", True, Retry_After="3600")]
+    with pytest.raises(rm_client.OverloadedError):
+        client.score("p", ["a"])
+    assert fake_time.now == 107.5  # no waiting for what cannot be reached
+
+
+def test_an_attempt_may_not_outlast_the_budget(connect: Any, server: Any, refusal: Any) -> None:
+    server.refusals = [refusal(503, "overloaded", True)] * 3
+    client = connect(timeout=100.0, connect_timeout=50.0, budget_seconds=4.0)
+    client.score("p", ["a"])
     limits = [request.extensions["timeout"] for request in server.requests]
     assert [limit["read"] for limit in limits] == [4.0, 3.5, 2.5, 0.5]
     assert [limit["pool"] for limit in limits] == [4.0, 3.5, 2.5, 0.5]
@@ -280,18 +321,19 @@ def test_no_wait_passes_the_budget_or_undercuts_the_server(
         assert 0.25 <= wait <= 30.0
 
 
-def test_a_proxys_page_is_an_error_by_its_status(server: Any, fake_time: Any) -> None:
+def test_a_proxys_page_is_an_error_by_its_status(connect: Any, server: Any, fake_time: Any) -> None:
     server.refusals = [httpx.Response(502, text="<html>Bad  Gateway</html>"), httpx.Response(404, text="nginx")]
-    with client_of(server, fake_time) as client, pytest.raises(rm_client.NotFoundError, match="nginx"):
+    client = connect()
+    with pytest.raises(rm_client.NotFoundError, match="nginx"):
         client.score("p", ["a"])
     assert len(fake_time.waits) == 1  # 502: what a proxy says while the server restarts
-    with client_of(server, fake_time) as client:
-        server.refusals = [httpx.Response(200, content=b"\xff\xfe")]
-        with pytest.raises(rm_client.InvalidAnswerError, match="JSON object"):
-            client.score("p", ["a"])
-        server.refusals = [httpx.Response(307, headers={"Location": "http://elsewhere/"})]
-        with pytest.raises(rm_client.ResponseError, match="HTTP 307"):
-            client.score("p", ["a"])
+    client = connect()
+    server.refusals = [httpx.Response(200, content=b"\xff\xfe")]
+    with pytest.raises(rm_client.InvalidAnswerError, match="JSON object"):
+        client.score("p", ["a"])
+    server.refusals = [httpx.Response(307, headers={"Location": "http://elsewhere/"})]
+    with pytest.raises(rm_client.ResponseError, match="HTTP 307"):
+        client.score("p", ["a"])
 
 
 @pytest.mark.parametrize("body", [None, [], {}, {"error": "text"}, {"error": {"message": 3}}, {"detail": "x"}])
@@ -318,20 +360,6 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, RewardClientError):
             assert f"{name} " in drawn or f"{name}\n" in drawn, name
-
-
-async def test_async_retries_wait_as_the_blocking_ones(server: Any, fake_time: Any, refusal: Any) -> None:
-    server.refusals = [httpx.ConnectError("no"), refusal(503, "loading", True, Retry_After="8")]
-    client = AsyncRewardClient(
-        "http://rm",
-        transport=httpx.MockTransport(server),
-        sleep=fake_time.async_sleep,
-        clock=fake_time.clock,
-        draw=lambda: 0.0,
-    )
-    async with client:
-        assert (await client.score("p", ["a"])).rewards == [1.0]
-    assert fake_time.waits == [0.25, 8.0]
 
 
 async def test_512_calls_at_once_share_one_pool_with_a_limit() -> None:

@@ -1,6 +1,9 @@
 """Lanes divide a batch among threads: the same rewards and the same tokens as one pass after the other."""
 
+import contextlib
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -109,6 +112,26 @@ def test_a_failing_lane_is_raised_when_the_others_have_ended(model, monkeypatch)
         model.score_batch(groups(4, count=4), max_tokens=2000)
     assert ended == [8]
     assert np.isfinite(model.score_batch(groups(4, count=4), max_tokens=2000).rewards).all()
+
+
+def test_a_failed_lane_keeps_nothing_of_its_forward(model, monkeypatch):
+    kept = []
+
+    def fails(*_):
+        activations = torch.zeros(1000)
+        kept.append(weakref.ref(activations))
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(lanes, "score_in_passes", fails)
+    gc.disable()  # a cycle would keep the memory until the collector comes by
+    try:
+        for count in (2, 4):
+            with contextlib.suppress(MemoryError):
+                model.score_batch(groups(4, count=count), max_tokens=2000)
+        assert len(kept) == 4
+        assert [reference() for reference in kept] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_a_lane_does_not_change_how_many_threads_others_have(model):

@@ -131,7 +131,7 @@ async def test_out_of_memory_is_survived_and_shown(fake: Any, serve: Serve, scor
         assert response.json()["rewards"] == [score_of(sequence) for sequence in ids]
         await client.get("/metrics")
         assert sample(service, "rm_forward_failures_total", cause="out_of_memory") > 0
-        assert sample(service, "rm_batch_token_limit") <= 100
+        assert sample(service, "rm_batch_token_limit") == 512
 
 
 async def test_tokenizer_that_raises_fails_its_item_alone(

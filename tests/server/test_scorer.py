@@ -76,6 +76,105 @@ def test_model_that_always_raises_fails_every_item_and_ends() -> None:
     assert all(isinstance(outcome, InternalError) for outcome in batch.outcomes)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: device-side assert triggered"), float("nan")])
+def test_a_dead_device_costs_a_few_forwards_and_one_line(error: BaseException | float) -> None:
+    model = Model()
+    model.score_batch = dying(model.score_batch, error)  # type: ignore[method-assign]
+    subject = scorer(model)
+    batch = subject.score(keys(*range(1000)))
+    kind = NonFiniteRewardError if isinstance(error, float) else InternalError
+    assert all(isinstance(outcome, kind) for outcome in batch.outcomes)
+    assert len(model.sizes) < 30
+    if isinstance(error, BaseException):
+        assert len(batch.problems) == 1
+        assert "RuntimeError at " in batch.problems[0]
+        assert batch.problems[0].endswith(f"({batch.num_failures} times)")
+    del model.score_batch
+    assert subject.score(keys(*range(20))).outcomes == [float(i) for i in range(20)], "the next batch is tried again"
+
+
+def dying(score_batch, error):  # type: ignore[no-untyped-def]
+    def score(sequences, **options):  # type: ignore[no-untyped-def]
+        score_batch(sequences, **options)
+        if isinstance(error, BaseException):
+            raise error
+        return scored([error] * len(sequences), [len(ids) for ids in sequences])
+
+    return score
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_many_guilty_items_are_no_dead_device(is_nan: bool) -> None:
+    def guilty(ids):  # type: ignore[no-untyped-def]
+        return 1 <= ids[0] <= 40
+
+    model = Model(raising(IndexError(), when=lambda seqs: not is_nan and any(map(guilty, seqs))))
+    if is_nan:
+        model = Spreading(guilty)
+    outcomes = scorer(model).score(keys(*range(1, 50))).outcomes
+    assert all(isinstance(outcome, ServerError) for outcome in outcomes[:40])
+    assert outcomes[40:] == [float(i) for i in range(41, 50)]
+
+
+class Spreading(Model):
+    """Gives NaN to all of a batch that holds a guilty sequence, and to whoever takes a beginning of one from a cache
+    that such a batch filled."""
+
+    def __init__(self, guilty):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.guilty = guilty
+
+    def score_batch(self, sequences, *, max_tokens=None, cache=None, read_from=None):  # type: ignore[no-untyped-def]
+        done = super().score_batch(sequences, max_tokens=max_tokens)
+        found = [cache.find(tuple(ids)) for ids in sequences] if cache is not None else []
+        is_poisoned = any(hit is not None and hit[0].layers[0].keys.isnan().any() for hit in found)
+        spreads = is_poisoned or any(map(self.guilty, sequences))
+        if cache is not None:
+            for ids in sequences:
+                kept = torch.full((500,), float("nan") if spreads else 0.0)
+                cache.add(CachedPrefix(tuple(ids), (LayerKV(kept, kept),)))
+        reads = None
+        if read_from is not None:
+            reads = [np.full(2, np.nan if spreads else ids[0], dtype=np.float32) for ids in sequences]
+        rewards = np.full(len(sequences), np.nan, dtype=np.float32) if spreads else done.rewards
+        return Scored(rewards, done.computed_tokens, 0, token_rewards=reads)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_nan_that_spreads_costs_only_the_item_that_causes_it(cache_bytes: int) -> None:
+    subject = BatchScorer(
+        Spreading(lambda ids: ids[0] == 5), 10_000, "shared", clock=lambda: 0.0, cache_bytes=cache_bytes
+    )
+    batch = subject.score(keys(*range(10), length=20), {keys(3, length=20)[0]: 18})
+    for i, outcome in enumerate(batch.outcomes):
+        assert isinstance(outcome, NonFiniteRewardError) if i == 5 else outcome == float(i)
+    assert batch.token_rewards[keys(3, length=20)[0]].tolist() == [3.0, 3.0]
+    assert batch.computed_tokens == 2 * 10 * 20, "what was computed twice is charged twice"
+    assert (batch.num_failures, len(batch.problems)) == (1, 1)
+    assert "9 of 10 rewards" in batch.problems[0]
+    later = subject.score(keys(*range(5), length=20))
+    assert later.outcomes == [float(i) for i in range(5)]
+    assert later.num_forwards == 1, "nothing of the poisoned batch is left in the cache"
+
+
+def test_a_poisoned_cache_is_emptied_by_a_single_item_that_uses_it() -> None:
+    subject = BatchScorer(Spreading(lambda ids: False), 10_000, "shared", clock=lambda: 0.0, cache_bytes=1 << 20)
+    assert subject.cache is not None
+    kept = torch.full((500,), float("nan"))
+    subject.cache.add(CachedPrefix((7,) * 32, (LayerKV(kept, kept),)))
+    assert subject.score(keys(7, length=32)).outcomes == [7.0]
+    assert len(subject.cache) == 0
+
+
+def test_an_item_that_is_nan_by_itself_empties_no_cache() -> None:
+    subject = BatchScorer(Spreading(lambda ids: ids[0] == 5), 10_000, "shared", clock=lambda: 0.0, cache_bytes=1 << 20)
+    subject.score(keys(1, length=20))
+    batch = subject.score(keys(5, length=20))
+    assert isinstance(batch.outcomes[0], NonFiniteRewardError)
+    assert (batch.problems, batch.num_failures) == ([], 0)
+    assert subject.known_length(keys(1, length=20)[0]) == 16
+
+
 def test_wrong_number_of_rewards_is_a_failure_and_not_a_shift() -> None:
     model = Model()
     model.score_batch = lambda sequences, **_: scored([0], [1])  # type: ignore[method-assign]
@@ -87,35 +186,53 @@ def test_wrong_number_of_rewards_is_a_failure_and_not_a_shift() -> None:
 def test_nan_and_infinity_are_errors_of_their_item() -> None:
     model = Model()
     rewards = [1, float("nan"), float("inf"), float("-inf")]
-    model.score_batch = lambda sequences, **_: scored(rewards, [1, 1, 1, 1])  # type: ignore[method-assign]
+    model.score_batch = lambda sequences, **_: scored([rewards[ids[0] - 1] for ids in sequences], [1] * len(sequences))  # type: ignore[method-assign]
     outcomes = scorer(model).score(keys(1, 2, 3, 4)).outcomes
     assert outcomes[0] == 1.0
     assert all(isinstance(outcome, NonFiniteRewardError) for outcome in outcomes[1:])
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("out of memory")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("out of memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
 )
 def test_out_of_memory_lowers_the_limit_and_loses_nobody(error: BaseException) -> None:
-    model = Model(raising(error, when=lambda seqs: sum(map(len, seqs)) > 300))
-    subject = scorer(model)
-    batch = subject.score(keys(*range(10), length=100))
+    model = Model(raising(error, when=lambda seqs: sum(map(len, seqs)) > 3000))
+    subject = scorer(model, budget=10_000)
+    batch = subject.score(keys(*range(10), length=1000))
     assert batch.outcomes == [float(i) for i in range(10)]
     assert batch.num_out_of_memory > 0
-    assert 150 <= subject.token_limit <= 300
+    assert 1500 <= subject.token_limit <= 3000
+
+
+def test_a_small_batch_out_of_memory_lowers_the_limit_to_what_is_soon_recovered_from() -> None:
+    for budget, floor in ((10_000, 512), (100, 100)):
+        subject = scorer(Model(raising(MemoryError(), when=lambda seqs: len(seqs) > 1)), budget)
+        assert subject.score(keys(*range(8), length=5)).outcomes == [float(i) for i in range(8)]
+        assert subject.token_limit == floor
+    subject.token_limit = 64  # as pieces of a long sequence left it
+    subject.score(keys(1, 2, length=5))
+    assert subject.token_limit == 64
 
 
 def test_lowered_limit_recovers_after_enough_good_forwards() -> None:
     model = Model(raising(MemoryError(), times=1))
-    subject = scorer(model)
-    subject.score(keys(*range(10), length=100))
-    assert subject.token_limit == 500
+    subject = scorer(model, budget=10_000)
+    subject.score(keys(*range(10), length=1000))
+    assert subject.token_limit == 5000
     for _ in range(RECOVERY_FORWARDS):
         subject.score(keys(1))
-    assert subject.token_limit == 1000
+    assert subject.token_limit == 10_000
     for _ in range(2 * RECOVERY_FORWARDS):
         subject.score(keys(1))
-    assert subject.token_limit == 1000
+    assert subject.token_limit == 10_000
 
 
 def test_item_too_large_for_memory_alone_may_come_again() -> None:
@@ -169,20 +286,20 @@ class Caching(Model):
 def test_out_of_memory_empties_the_cache_before_the_budget_is_lowered() -> None:
     model = Caching()
     model.caches = []
-    subject = BatchScorer(model, 1000, "shared", clock=lambda: 0.0, cache_bytes=10_000)
+    subject = BatchScorer(model, 2000, "shared", clock=lambda: 0.0, cache_bytes=10_000)
     assert subject.score(keys(1, 2, 3, length=100)).num_evicted == 1
     assert subject.cache is not None
     assert subject.cache.num_bytes == 8000
     assert subject.known_length(key_of([3] * 100)) == 96
     model.fail = raising(MemoryError(), times=1)
-    batch = subject.score(keys(*range(10), length=100))
+    batch = subject.score(keys(*range(10), length=200))
     assert batch.outcomes == [float(i) for i in range(10)]
-    assert (batch.num_out_of_memory, subject.token_limit) == (1, 1000)
+    assert (batch.num_out_of_memory, subject.token_limit) == (1, 2000)
     assert (subject.cache.num_bytes, subject.cache.max_bytes) == (0, 10_000)
     assert [cache is None for cache in model.caches] == [False, False, True]
     model.fail = raising(MemoryError(), times=1)
-    subject.score(keys(*range(10), length=100))
-    assert subject.token_limit == 500, "an empty cache has nothing to give"
+    subject.score(keys(*range(10), length=200))
+    assert subject.token_limit == 1000, "an empty cache has nothing to give"
 
 
 def test_cache_that_gave_room_grows_back() -> None:
