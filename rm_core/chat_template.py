@@ -1,6 +1,7 @@
 """Messages through a chat template, with what a template may do to a reward shut out: the clock, images, lost roles.
 
-Invariant: what is printed depends on the messages, the template and the pinned date alone, and no role is dropped.
+Invariant: what is printed depends on the messages, the template and the pinned date alone, and neither a role nor a
+tool call is dropped.
 """
 
 import datetime
@@ -78,8 +79,13 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def check_nothing_dropped(messages: list[dict[str, Any]], text: str) -> None:
-    """Refuse a role that the template leaves out: the answer would be scored without it."""
+    """Refuse a role or a tool call that the template leaves out: the answer would be scored without it."""
     for index, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list | tuple):
+            raise RenderError(f"messages[{index}].tool_calls", "must be a list of calls")
+        for number, call in enumerate(calls):
+            _check_call_printed(messages, text, call, f"messages[{index}].tool_calls[{number}]")
         if message["role"] in ("user", "assistant"):
             continue
         words = re.findall(r"[A-Za-z0-9]+", message["content"])
@@ -87,3 +93,15 @@ def check_nothing_dropped(messages: list[dict[str, Any]], text: str) -> None:
             raise RenderError(
                 f"messages[{index}].role", f"the chat template does not print the role {message['role']!r}"
             )
+
+
+def _check_call_printed(messages: list[dict[str, Any]], text: str, call: Any, where: str) -> None:
+    function = (call.get("function") or call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RenderError(where, 'names no function: a call is {"function": {"name": …, "arguments": …}}')
+    for message in messages:  # what a turn says of the function is no call of it
+        if name in message["content"]:
+            text = text.replace(message["content"].strip(), "", 1)
+    if name not in text:
+        raise RenderError(where, f"the chat template does not print the call of {name[:60]!r}")

@@ -79,6 +79,9 @@ class CheckpointRecord(_Section):
     """Mean of the raw reward on the evaluation split."""
     reward_std: float = Field(default=1.0, ge=0)
     """Standard deviation of the raw reward on the evaluation split."""
+    head_means: list[float] | None = None
+    """Mean of each single head's raw reward on the evaluation split: taken off before the heads' std and min are told.
+    None where there is one head alone, and in earlier checkpoints, whose heads are compared as they are."""
     temperature: float = Field(default=1.0, gt=0)
     """P(chosen better) = sigmoid(difference / temperature) is calibrated on the evaluation split."""
     num_eval: int = 0
@@ -99,6 +102,7 @@ class Measured(NamedTuple):
     temperature: float = 1.0
     num_eval: int = 0
     metrics: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    head_means: list[float] | None = None
 
 
 def read_record(directory: Path) -> CheckpointRecord | None:
@@ -120,6 +124,37 @@ def read_record(directory: Path) -> CheckpointRecord | None:
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def renderer_for(
+    tokenizer: Any,
+    record: CheckpointRecord | None,
+    name: str,
+    *,
+    text_as: Literal["raw", "chat"] | None = None,
+    end: Literal["token", "template"] | None = None,
+) -> Renderer:
+    """How the model called ``name`` is trained on: as its record renders, or by rules derived anew where it has none.
+
+    What is None is the record's, or else raw text and the end token. Raises CheckpointError where a record says
+    otherwise than what is given or than what tokenizer and template do, and RenderError.
+    """
+    from rm_core.chat import RenderError
+
+    if record is None:
+        return Renderer.for_tokenizer(tokenizer, text_as=text_as or "raw", end=end or "token")
+    for rule, given in (("text_as", text_as), ("end", end)):
+        recorded = getattr(record.rules, rule)
+        if given not in (None, recorded):
+            raise CheckpointError(
+                f"{name}: was trained with {rule} {recorded}, not {given}; going on keeps it: leave {rule} out"
+            )
+    renderer = Renderer(tokenizer, record.rules)
+    try:
+        renderer.check_rules()
+    except RenderError as error:
+        raise CheckpointError(f"{name}: a rendering rule changed: {error}") from None
+    return renderer
 
 
 def compute_hashes(
@@ -267,6 +302,7 @@ def describe(
         training_length=training_length,
         reward_mean=measured.reward_mean,
         reward_std=measured.reward_std,
+        head_means=measured.head_means,
         temperature=measured.temperature,
         num_eval=measured.num_eval,
         data=data,

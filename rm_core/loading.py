@@ -135,8 +135,9 @@ def build_for_training(
 ) -> RewardNetwork:
     """A base with a new head, and LoRA (options of ``peft.LoraConfig``) or all weights trainable.
 
-    New layers start normal with std ``head_init_scale`` / sqrt(H): small, so that the first loss is ln 2. Full
-    fine-tuning keeps fp32 weights. A base that is a reward model keeps its head. ``start`` is an adapter on this base
+    The new layer that gives the reward starts normal with std ``head_init_scale`` / sqrt(H): small, so that the first
+    loss is ln 2; other new layers (an encoder's pooler and norms) start as their architecture has it. Full fine-tuning
+    keeps fp32 weights. A base that is a reward model keeps its head. ``start`` is an adapter on this base
     to go on from; without ``lora`` it is merged. ``quantize`` stores the base's linear layers in so many bits, the head
     left out; it needs CUDA. ``num_heads`` heads are trained beside each other, each from its own start. Raises
     LoadError.
@@ -148,19 +149,20 @@ def build_for_training(
         network.requires_grad_(True)
         return network
     quantization = {} if quantize is None else _quantization(quantize, dtype, device)
-    classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32, **quantization)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # transformers draws the new layers from the global generator
+        classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32, **quantization)
     classifier.config.pad_token_id = classifier.config.pad_token_id or 0
     generator = torch.Generator().manual_seed(seed)
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     for name in modules:
         module = classifier.get_submodule(name)
-        for parameter in module.parameters(recurse=False):
+        if isinstance(module, torch.nn.Linear) and module.out_features == classifier.config.num_labels:
             with torch.no_grad():
-                if parameter.dim() < 2:
-                    parameter.zero_()
-                else:
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.copy_(noise * head_init_scale / parameter.shape[-1] ** 0.5)
+                noise = torch.randn(module.weight.shape, generator=generator)
+                module.weight.copy_(noise * head_init_scale / module.in_features**0.5)
+                if module.bias is not None:
+                    module.bias.zero_()
     if num_heads > 1:
         _widen_head(classifier, base, "score.weight" in fresh, num_heads, head_init_scale, generator)
     if lora is not None:

@@ -5,19 +5,21 @@ Invariant: everything that scores (trainer's evaluation, server, command line) g
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from rm_core.chat import Renderer, RenderingRules
+from rm_core.chat import Renderer, RenderingRules, sha256_of
 from rm_core.checkpoint import (
     CheckpointError,
     CheckpointRecord,
     WeightHashes,
     compute_hashes,
     read_record,
+    renderer_for,
     reward_id_of,
     verify_golden,
     verify_identity,
@@ -39,10 +41,10 @@ from rm_core.network import RewardNetwork, UnsupportedModelError
 from rm_core.padded_passes import score_padded
 from rm_core.passes import Scored, score_in_passes
 from rm_core.prefix_cache import PrefixCache
-from rm_core.reward_heads import as_mean, check_mean, read_heads, write_heads
+from rm_core.reward_heads import as_mean, check_mean, offsets_of, read_heads, write_heads
 from rm_core.smollm2 import BundledModelError
 from rm_core.token_reads import TokenReads
-from rm_core.weights import WeightsError, count_parameters
+from rm_core.weights import WeightsError, count_parameters, hash_tensors
 
 
 class RewardModel:
@@ -70,6 +72,8 @@ class RewardModel:
         self.record = record
         self.quantization: str | None = None
         """How the base was stored while training; a loaded checkpoint is never quantised."""
+        self.head_offsets = offsets_of(record.head_means) if record else None
+        """What is taken off the single heads' rewards, float32 [K]; None where nothing is known of it."""
         self._hashes = hashes
         self._lanes = Lanes()
         config = network.base.config.get_text_config()
@@ -127,6 +131,8 @@ class RewardModel:
         network.heads = read_heads(source.directory)
         if network.heads is not None:
             check_mean(network.heads, network.head.weight)
+        if record and record.head_means is not None and len(record.head_means) != network.num_heads:
+            raise CheckpointError(f"{source.directory}: head_means were edited: there are {network.num_heads} heads")
         model = cls(network, renderer, compute, name=path, kind=kind, base=origin, hashes=hashes, record=record)
         model.to_dtype(compute.dtype_name)
         network.to(compute.device)
@@ -147,14 +153,15 @@ class RewardModel:
         head_init_scale: float = 0.01,
         dtype: DtypeName = "auto",
         device: str = "auto",
-        text_as: Literal["raw", "chat"] = "raw",
-        end: Literal["token", "template"] = "token",
+        text_as: Literal["raw", "chat"] | None = None,
+        end: Literal["token", "template"] | None = None,
         quantize: Literal["4bit", "8bit"] | None = None,
         num_heads: int = 1,
     ) -> "RewardModel":
         """A base model with a new head; ``lora`` are options of ``peft.LoraConfig``, None trains every weight.
 
-        ``base`` may be a reward model to go on from: a full one, or an adapter checkpoint (with the same ``lora``).
+        ``base`` may be a reward model to go on from: a full one, or an adapter checkpoint (with the same ``lora``). It
+        then renders as its record says; ``renderer_for`` reads ``text_as`` and ``end``.
         """
         try:
             compute = choose_compute(dtype, device)
@@ -163,7 +170,8 @@ class RewardModel:
             if kind_of(source) == "adapter":
                 start, source = source, _base_of(source)
                 tokens = start.directory if _has_tokenizer(start.directory) else source.directory
-            renderer = Renderer.for_tokenizer(load_tokenizer(tokens), text_as=text_as, end=end)
+            record = read_record((start or source).directory)
+            renderer = renderer_for(load_tokenizer(tokens), record, base, text_as=text_as, end=end)
             network = build_for_training(
                 source, lora=lora, dtype=compute.dtype, seed=seed, head_init_scale=head_init_scale,
                 start=start, quantize=quantize, device=compute.device, num_heads=num_heads,
@@ -223,6 +231,8 @@ class RewardModel:
     ) -> Scored:
         """Rewards and what they cost, in forward passes of at most ``max_tokens`` tokens after sharing (None: in one).
 
+        ``Scored.heads`` are without the single heads' offsets; the rewards are their mean either way.
+
         ``cache`` is used and filled where prefixes are shared. A model without sharing takes padded rows, and a
         sequence longer than the budget a pass of its own. ``read_from``: for each sequence the place from which on the
         reward is wanted at every token (``Scored.token_rewards``), or None. Raises ValueError for an empty sequence, a
@@ -238,10 +248,14 @@ class RewardModel:
         reads = TokenReads(sequences, read_from) if read_from is not None else None
         with torch.inference_mode():
             if self.network.scores_in_lanes and reads is None:
-                return self._lanes.score(self.network, sequences, budget, cache)
-            if self.sharing_off is None:
-                return score_in_passes(self.network, sequences, budget, cache, reads)
-            return score_padded(self.network, sequences, budget, reads)
+                scored = self._lanes.score(self.network, sequences, budget, cache)
+            elif self.sharing_off is None:
+                scored = score_in_passes(self.network, sequences, budget, cache, reads)
+            else:
+                scored = score_padded(self.network, sequences, budget, reads)
+        if scored.heads is None or self.head_offsets is None:
+            return scored
+        return replace(scored, heads=scored.heads - self.head_offsets)
 
     # ------------------------------------------------------------------ memory
 
@@ -307,6 +321,19 @@ class RewardModel:
         return self.hashes.tokenizer
 
 
+def hash_weights(path: str, revision: str | None = None) -> str:
+    """``sha256:`` of all weights in a model's files, an adapter's base included; the folders' names do not count.
+
+    Raises CheckpointError as ``RewardModel.load`` does for what is missing.
+    """
+    try:
+        source = locate(path, revision)
+        own = hash_tensors(source.directory)
+        return own if kind_of(source) == "model" else sha256_of(own + hash_tensors(_base_of(source).directory))
+    except (LoadError, WeightsError, BundledModelError) as error:
+        raise CheckpointError(str(error)) from error
+
+
 def count_weights(path: str) -> tuple[int, Literal["adapter", "model"]]:
     """How many numbers a model's files hold, base included, and its kind; reads headers alone.
 
@@ -339,4 +366,4 @@ def _has_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() or (directory / "tokenizer_config.json").is_file()
 
 
-__all__ = ["CheckpointError", "RewardModel", "count_weights"]
+__all__ = ["CheckpointError", "RewardModel", "count_weights", "hash_weights"]

@@ -7,10 +7,11 @@ look.
 Invariant: the head that is served is the mean of the stored ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -38,6 +39,18 @@ def write_heads(directory: Path, heads_KH: torch.Tensor) -> None:
     folder = directory / HEADS_FOLDER
     folder.mkdir()
     save_file({_NAME: heads_KH.detach().float().cpu().contiguous()}, folder / "heads.safetensors")
+
+
+def offsets_of(head_means: Sequence[float] | None) -> np.ndarray | None:
+    """By how much each head, float32 [K], lies above their mean; None where no means were stored.
+
+    Bradley-Terry sees differences alone, so every head's offset is free, and says nothing of how sure a reward is.
+    """
+    if head_means is None:
+        return None
+    means = np.asarray(head_means, dtype=np.float64)
+    offsets: np.ndarray = (means - means.mean()).astype(np.float32)
+    return offsets
 
 
 def check_mean(heads_KH: torch.Tensor, head_1H: torch.Tensor) -> None:

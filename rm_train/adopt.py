@@ -97,7 +97,9 @@ def merge(path: str, output: Path, dtype: Literal["float32", "bfloat16"]) -> tup
     old = model.record
     measured = Measured()
     if old is not None:
-        measured = Measured(old.reward_mean, old.reward_std, old.temperature, old.num_eval, dict(old.metrics))
+        measured = Measured(
+            old.reward_mean, old.reward_std, old.temperature, old.num_eval, dict(old.metrics), old.head_means
+        )
     model.to_dtype(dtype)
     config = model.network.base.config
     config.pad_token_id = model.tokenizer.pad_token_id if model.tokenizer.pad_token_id is not None else 0

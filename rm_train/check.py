@@ -34,7 +34,8 @@ class CheckInput:
     revision: str | None = None
     max_length: int | None = None
     """Longest sequence in tokens; None for the model's context."""
-    text_as: Literal["raw", "chat"] = "raw"
+    text_as: Literal["raw", "chat"] | None = None
+    """How strings are rendered; None as the model's record says, or else raw."""
 
 
 def input_of(data: Sequence[str], evaluation: Sequence[str], **given: Any) -> CheckInput:
@@ -109,16 +110,13 @@ def examine(
 
 def _renderer(given: CheckInput) -> tuple["Renderer", int | None]:
     """The renderer of the model's tokenizer, and its context in tokens where tokenizer or config know it."""
-    from rm_core.chat import Renderer
-    from rm_core.checkpoint import read_record
+    from rm_core.checkpoint import read_record, renderer_for
     from rm_core.loading import load_tokenizer, locate
 
     assert given.model is not None, "this is a bug: rendering needs a model"
     directory = locate(given.model, given.revision).directory
     tokenizer = load_tokenizer(directory)
-    record = read_record(directory)
-    # a checkpoint of ours knows how it renders
-    renderer = Renderer(tokenizer, record.rules) if record else Renderer.for_tokenizer(tokenizer, text_as=given.text_as)
+    renderer = renderer_for(tokenizer, read_record(directory), given.model, text_as=given.text_as)
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # an adapter has none of its own
     lengths = (tokenizer.model_max_length, config.get("max_position_embeddings"), config.get("n_positions"))

@@ -31,16 +31,23 @@ def fit(
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last saved state.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again where an unfinished run left a saved state.")
+    ] = False,
 ) -> None:
     """Train a reward model and write runs/NAME/checkpoint."""
     from rm_train.config_file import load_config
     from rm_train.console import ConsoleReporter, report_table
 
+    if resume and overwrite:
+        raise typer.BadParameter(
+            "goes on with what --overwrite would throw away; give one of them", param_hint="--resume"
+        )
     loaded = load_config(config, overrides or [])
     from rm_train.fit import fit as run_fit
 
     reporter = ConsoleReporter()
-    result = run_fit(loaded, reporter, resume=resume)
+    result = run_fit(loaded, reporter, resume=resume, overwrite=overwrite)
     if result.record is not None:
         from rich.console import Console
 

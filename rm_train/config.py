@@ -103,8 +103,9 @@ class ModelConfig(BaseModel):
     """Compute type of the base model. `auto` takes bfloat16 where the machine gains by it and says why."""
     max_length: int = Field(default=1024, ge=8)
     """Longest training sequence in tokens. Longer pairs lose turns, then tokens, from the left of the prompt."""
-    text_as: Literal["raw", "chat"] = "raw"
-    """How text (not messages) is scored: as it is, or as one user and one assistant turn. Kept in the checkpoint."""
+    text_as: Literal["raw", "chat"] | None = None
+    """How text (not messages) is scored: as it is (`raw`), or as one user and one assistant turn (`chat`). Kept in the
+    checkpoint. null goes on as a checkpoint named in `base` was trained, and means `raw` for all others."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     quantize: Literal["4bit", "8bit"] | None = None

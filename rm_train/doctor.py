@@ -49,8 +49,9 @@ def check_pairs(
     """Examine training pairs, and evaluation pairs where given.
 
     With a ``renderer``, pairs are also rendered: token lengths (over ``max_length`` tokens is a finding), template
-    faults, BOS and end. ``broken`` are the rows that could not be read and ``tied_rows`` the K-wise rows without a
-    winner; both are passed on into the report. ``baselines="length"`` leaves out the bag of words, the slow part.
+    faults, BOS and end, answers whose tokens are the same. ``broken`` are the rows that could not be read and
+    ``tied_rows`` the K-wise rows without a winner; both are passed on into the report. ``baselines="length"`` leaves
+    out the bag of words, the slow part.
     """
     everything = [*pairs, *evaluation]
     findings = _Findings()
@@ -136,6 +137,8 @@ def _render_all(
             findings.add("template", pair, str(error))
             continue
         lengths.append((len(chosen), len(rejected)))
+        if chosen == rejected and _comparable(pair.chosen) != _comparable(pair.rejected):
+            findings.add("identical_ids", pair)
         if max_length is not None and max(len(chosen), len(rejected)) > max_length:
             findings.add("over_long", pair, f"{max(len(chosen), len(rejected))} tokens")
         if bos is not None and any(ids[:2] == [bos, bos] for ids in (chosen, rejected)):

@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "template": ("error", "the pair cannot be rendered as a model will see it"),
     "double_bos": ("error", "two BOS tokens: the text already contains one"),
     "missing_end": ("error", "the rendered answer does not end in an end token"),
+    "identical_ids": ("error", "the two answers differ, but render to the same tokens: a tie, and nothing to learn"),
     "contradictory": ("warning", "the same two answers to the same prompt were preferred the other way round earlier"),
     "duplicate": ("warning", "the same pair stood earlier"),
     "over_long": ("warning", "longer than the limit in tokens: training drops the left of its prompt"),

@@ -42,6 +42,11 @@ def encode_pairs(
     return encoded
 
 
+def find_identical(encoded: Iterable[EncodedPair]) -> list[Pair]:
+    """The pairs that are the same tokens on both sides although their rows differ."""
+    return [item.pair for item in encoded if item.chosen == item.rejected and item.pair.chosen != item.pair.rejected]
+
+
 def count_truncated(encoded: Iterable[EncodedPair]) -> int:
     """How many pairs lost turns or tokens."""
     return sum(item.truncated for item in encoded)

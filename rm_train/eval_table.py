@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rm_core.checkpoint import Measured
+from rm_core.reward_heads import offsets_of
 from rm_train import metrics
 from rm_train.baselines import answer_length
 from rm_train.data import prompt_key
@@ -39,8 +40,11 @@ class _Labels:
 class EvalTable:
     """Columns of evaluation pairs, in the order they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_offsets: npt.NDArray[np.float32] | None = None) -> None:
+        """``head_offsets`` [K] were taken off the single heads' rewards that are added; None: nothing was."""
         self.truncated = 0
+        self._head_offsets = head_offsets
+        self._head_sums: Floats | None = None
         self._prompts = array("Q")
         names = ("chosen", "rejected", "chosen_length", "rejected_length", "label", "weight")
         self._numbers = {name: array("d") for name in names}
@@ -67,6 +71,8 @@ class EvalTable:
         if heads is not None:
             for name, of_heads in zip(self._spread, (*heads, heads[0] - heads[1]), strict=True):
                 self._spread[name].append(float(of_heads.std()))
+            both = heads[0] + heads[1]
+            self._head_sums = both if self._head_sums is None else self._head_sums + both
         self._category.add(pair.category)
         self._source.add(pair.source)
 
@@ -85,6 +91,14 @@ class EvalTable:
         """Standard deviation over the heads of chosen reward, rejected reward and margin, [N] each; None with one."""
         chosen, rejected, margin = (np.array(column) for column in self._spread.values())
         return (chosen, rejected, margin) if len(margin) == len(self) > 0 else None
+
+    @property
+    def head_means(self) -> list[float] | None:
+        """Mean raw reward of each single head, [K]; None with one."""
+        if self._head_sums is None:
+            return None
+        means = self._head_sums / (2 * len(self))
+        return [float(mean) for mean in (means if self._head_offsets is None else means + self._head_offsets)]
 
     @property
     def lengths(self) -> tuple[Floats, Floats]:
@@ -118,8 +132,11 @@ class EvalTable:
 def table_of(
     encoded: Sequence[EncodedPair], chosen: Floats, rejected: Floats, heads: tuple[Floats, Floats] | None = None
 ) -> EvalTable:
-    """The table of pairs that are all in memory; ``heads`` are the rewards of single heads, [N, K] each."""
-    table = EvalTable()
+    """The table of pairs that are all in memory; ``heads`` are the raw rewards of single heads, [N, K] each."""
+    offsets = offsets_of(np.concatenate(heads).mean(axis=0).tolist()) if heads is not None else None
+    if heads is not None and offsets is not None:
+        heads = (heads[0] - offsets, heads[1] - offsets)
+    table = EvalTable(offsets)
     for index, item in enumerate(encoded):
         both = None if heads is None else (heads[0][index], heads[1][index])
         table.add(item, float(chosen[index]), float(rejected[index]), both)
@@ -201,4 +218,5 @@ def measured(table: EvalTable, extra: dict[str, Any] | None = None) -> Measured:
         temperature=report["calibration"]["temperature"],
         num_eval=2 * len(table),
         metrics=report,
+        head_means=table.head_means,
     )

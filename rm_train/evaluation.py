@@ -111,7 +111,7 @@ def evaluate_stream(
 
     ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError.
     """
-    found = Evaluated()
+    found = Evaluated(EvalTable(model.head_offsets))
     for chunk in chunks(items, _CHUNK):
         pairs = [item for item in chunk if isinstance(item, Pair)]
         rows = [item for item in chunk if isinstance(item, BestOf)]

@@ -18,22 +18,25 @@ from accelerate.utils import gather_object
 
 from rm_core.checkpoint import CheckpointRecord, Measured, write_checkpoint
 from rm_core.hardware import choose_compute
-from rm_core.model import RewardModel
+from rm_core.model import RewardModel, hash_weights
 from rm_train.baselines import BagOfWords, accuracy_of_margins
 from rm_train.build import build_model, check_trackers
 from rm_train.check import json_of, lines_of
 from rm_train.config import FitConfig, dump_resolved
 from rm_train.data import FitData, data_fingerprint, load_fit_data
 from rm_train.doctor import check_pairs
-from rm_train.encode import EncodedPair, count_truncated, encode_pairs
+from rm_train.encode import EncodedPair, count_truncated, encode_pairs, find_identical
 from rm_train.eval_table import measured, table_of
 from rm_train.evaluation import Rewards, quick_metrics, score_pairs
 from rm_train.loop import DivergedError, train
 from rm_train.pairs import Pair
+from rm_train.rows import first_line
 from rm_train.run_directory import (
     CHECK_FILE,
     CHECKPOINT,
     CONFIG_FILE,
+    RunError,
+    check_nothing_to_resume,
     clear_leftovers,
     locked,
     stopped_before_first_save,
@@ -63,17 +66,23 @@ class FitResult:
     steps: int
 
 
-def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False) -> FitResult:
+def fit(config: FitConfig, reporter: Reporter, *, resume: bool = False, overwrite: bool = False) -> FitResult:
     """Train, evaluate, write ``runs/NAME/checkpoint``.
 
+    What an unfinished run of that name saved is gone on with (``resume``), thrown away (``overwrite``), or refused.
     Under ``torchrun`` or ``accelerate launch`` every process calls this; the first one writes, the others return a
     result without a record. Raises DataError, CheckpointError, DivergedError, ResumeError or RunError, each one line.
     """
     with contextlib.ExitStack() as held:
-        return _fit(config, reporter, resume, held)
+        try:
+            return _fit(config, reporter, held, resume=resume, overwrite=overwrite)
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"out of memory: {first_line(error)}; {_less_memory(config)}") from error
 
 
-def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.ExitStack) -> FitResult:
+def _fit(
+    config: FitConfig, reporter: Reporter, held: contextlib.ExitStack, *, resume: bool, overwrite: bool
+) -> FitResult:
     """``fit``; what must be held until its end goes into ``held``."""
     check_trackers(config.train.report_to)
     accelerator = Accelerator(
@@ -89,16 +98,21 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
     if locks and directory.is_dir():
         held.enter_context(locked(directory))
         locks = False
+    if not resume and not overwrite:
+        check_nothing_to_resume(directory)
 
     data = load_fit_data(config.data, config.run.seed)
     say(f"data: {len(data.train)} training and {len(data.eval)} evaluation pairs{_warnings(data)}")
+    if config.train.save_every is None:
+        say("train.save_every is null: no state is saved, so this run cannot be resumed")
     findings = None
     if accelerator.is_main_process:
         findings = check_pairs(_distinct(data.train), data.eval, tied_rows=data.tied_rows, baselines="length")
         for line in lines_of(findings):
             say(line)
     fingerprint = {"train": data_fingerprint(data.train), "eval": data_fingerprint(data.eval)}
-    identity = _identity(config, fingerprint, accelerator)
+    saves = resume or config.train.save_every is not None
+    identity = _identity(config, fingerprint, accelerator) if saves else {}
     if resume and stopped_before_first_save(directory):
         say(f"resume: {directory} was stopped before its first saved state, so it starts from the beginning")
         resume = False
@@ -118,6 +132,8 @@ def _fit(config: FitConfig, reporter: Reporter, resume: bool, held: contextlib.E
     for name, encoded in (("training", train_pairs), ("evaluation", eval_pairs)):
         if cut := count_truncated(encoded):
             say(f"{name}: {cut} of {len(encoded)} pairs are over {limit} tokens and lost the start of their prompts")
+        if same := find_identical(encoded):
+            say(f"{name}: {len(same)} of {len(encoded)} pairs are the same tokens on both sides; first {same[0].where}")
     if accelerator.is_main_process:
         # Not before everything is known to fit: a run that is refused must leave an earlier one as it was.
         directory.mkdir(parents=True, exist_ok=True)
@@ -248,16 +264,25 @@ def _finite(rewards: Rewards, config: FitConfig) -> Rewards:
     return rewards
 
 
+def _less_memory(config: FitConfig) -> str:
+    cure = f"lower train.max_tokens (now {config.train.max_tokens})"
+    return cure if config.model.gradient_checkpointing else f"{cure} or set model.gradient_checkpointing: true"
+
+
 def _identity(config: FitConfig, fingerprint: dict[str, str], accelerator: Accelerator) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that wrote the state."""
+    """What a resumed run must have in common with the one that wrote the state: all that its bits depend on."""
     resolved = json.loads(dump_resolved(config))
     for section, keys in {"run": ("name", "output_dir"), "train": ("save_every", "report_to")}.items():
         for key in keys:
             resolved[section].pop(key)
+    for source in [*resolved["data"]["train"], *(resolved["data"]["eval"] or [])]:
+        source.pop("path")  # the fingerprints tell the data, wherever they lie
     compute = choose_compute(config.model.dtype, str(accelerator.device))  # what `auto` is on this machine
     return {**_flat(resolved), **{f"data fingerprint ({k})": v for k, v in fingerprint.items()},
             "number of processes": accelerator.num_processes, "device": compute.device.type,
-            "compute dtype": compute.dtype_name}  # fmt: skip
+            "compute dtype": compute.dtype_name, "base weights": hash_weights(config.model.base, config.model.revision),
+            "version of torch": str(torch.__version__),
+            **({"number of threads": torch.get_num_threads()} if compute.device.type == "cpu" else {})}  # fmt: skip
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

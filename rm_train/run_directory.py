@@ -70,8 +70,20 @@ def clear_leftovers(directory: Path) -> None:
 
 def stopped_before_first_save(directory: Path) -> bool:
     """Whether a run began here and neither saved a state nor finished."""
+    return not (directory / STATE_FILE).is_file() and _is_unfinished(directory)
+
+
+def check_nothing_to_resume(directory: Path) -> None:
+    """Raise RunError where a run saved a state and did not finish: a new one would throw its work away."""
+    if (directory / STATE_FILE).is_file() and _is_unfinished(directory):
+        raise RunError(
+            f"{directory}: holds the state of an unfinished run; --resume goes on with it, --overwrite starts again"
+        )
+
+
+def _is_unfinished(directory: Path) -> bool:
     config, record = directory / CONFIG_FILE, directory / CHECKPOINT / RECORD_FILE
-    if not config.is_file() or (directory / STATE_FILE).is_file():
+    if not config.is_file():
         return False
     # a checkpoint that is older than the config belongs to an earlier run of the same name
     return not record.is_file() or record.stat().st_mtime_ns < config.stat().st_mtime_ns

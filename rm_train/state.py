@@ -43,7 +43,7 @@ class MetricsFile:
         with self._path.open("ab") as file:
             if file.tell() < position:
                 raise ResumeError(
-                    f"{self._path}: lines that belong to the saved state are missing; run without --resume"
+                    f"{self._path}: lines that belong to the saved state are missing; start again with --overwrite"
                 )
             file.truncate(position)
 
@@ -89,7 +89,7 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
         # only tensors and plain containers: weights_only refuses anything that could run code
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise anything; it is translated, not hidden
-        raise ResumeError(f"{path}: cannot be read ({first_line(error)}); run without --resume") from error
+        raise ResumeError(f"{path}: cannot be read ({first_line(error)}); start again with --overwrite") from error
     for key, value in identity.items():
         if state["identity"].get(key) != value:
             raise ResumeError(

@@ -98,6 +98,11 @@ def test_the_slurm_script_starts_what_the_page_says(tmp_path: Path) -> None:
     expected = " ".join(wanted[1:]).replace("job1", options[1]).replace("first-node:29500", options[3]).split()
     assert sorted(called[0]) == sorted(expected)
     assert called[1] == [*called[0], "--resume"]
+    anew = ["bash", str(SLURM), "configs/qwen3_gpu.yaml", "--overwrite"]
+    for restarts, options in (("0", ["--overwrite"]), ("1", ["--resume", "--resume"])):
+        given = {**environment, "SLURM_RESTART_COUNT": restarts}
+        done = subprocess.run(anew, env=given, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [*called[0], *options], "what was saved since must not be thrown away"
     missing = subprocess.run(["bash", str(SLURM)], env=environment, capture_output=True, text=True, check=False)
     assert missing.returncode != 0
     assert "CONFIG.yaml" in missing.stderr

@@ -161,6 +161,37 @@ def test_a_role_that_the_template_refuses_or_drops_is_an_error():
         Renderer.for_tokenizer(family_tokenizer("mistral")).render_conversation(system)
 
 
+CALLS = CHATML.replace("message['content'] +", "message['content'] + (message.get('tool_calls') or '') | string +")
+
+
+def test_a_tool_call_that_the_template_drops_is_an_error_even_where_a_turn_says_its_name():
+    """With it, two answers that differ in their calls alone would have one reward."""
+
+    def conversation(*names):
+        calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+        question = {"role": "user", "content": " Call search, not find "}
+        return [question, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+    renderer = Renderer.for_tokenizer(family_tokenizer("smollm2"))
+    for name in ("search", "get_weather"):
+        with pytest.raises(RenderError) as caught:
+            renderer.render_conversation(conversation(name))
+        assert caught.value.field == "messages[1].tool_calls[0]"
+        assert caught.value.message == f"the chat template does not print the call of {name!r}"
+    for call in ({}, {"function": "search"}, "search"):
+        with pytest.raises(RenderError, match=r"messages\[0\]\.tool_calls\[0\]: names no function"):
+            renderer.render_conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    with pytest.raises(RenderError, match=r"messages\[0\]\.tool_calls: must be a list"):
+        renderer.render_conversation([{"role": "assistant", "content": "", "tool_calls": 5}])
+    printing = Renderer.for_tokenizer(byte_tokenizer(CALLS))
+    ids = printing.render_conversation(conversation("search", "find"))
+    assert ids != printing.render_conversation(conversation("search", "lookup"))
+    first = "{{ message['tool_calls'][0]['function']['name'] if message.get('tool_calls') else message['content'] }}"
+    only_first = Renderer.for_tokenizer(byte_tokenizer("{% for message in messages %}" + first + "{% endfor %}"))
+    with pytest.raises(RenderError, match=r"tool_calls\[1\]: the chat template does not print the call of 'lookup'"):
+        only_first.render_conversation(conversation("search", "lookup"))
+
+
 def test_without_a_template_messages_are_refused_and_text_works():
     renderer = Renderer.for_tokenizer(byte_tokenizer(None))
     assert renderer.rules.chat_template is None

@@ -217,7 +217,7 @@ class FakeRenderer:
         self.ids = ids
 
     def render(self, prompt: Any, completion: Any) -> list[int]:
-        return self.ids
+        return [6 if token == 5 and completion == "b" else token for token in self.ids]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,12 @@ def test_template_faults_show_in_the_ids(ids: list[int], kind: str | None) -> No
     assert list(kinds(report)) == ([kind] if kind else [])
     assert report.tokens is not None
     assert report.tokens.longest == len(ids)
+
+
+def test_answers_of_the_same_tokens_are_found_unless_their_texts_are_the_same() -> None:
+    renderer: Any = FakeRenderer([1, 7, 2])
+    pairs = [Pair("q", "a", "b", where="f:1"), Pair("r", "a", "a ", where="f:2")]
+    assert kinds(check_pairs(pairs, renderer=renderer)) == {"identical": ["f:2"], "identical_ids": ["f:1"]}
 
 
 def test_json_and_table_show_counts_places_and_baselines() -> None:

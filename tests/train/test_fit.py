@@ -21,7 +21,7 @@ from rm_train.encode import encode_pairs
 from rm_train.evaluation import Rewards
 from rm_train.fit import fit
 from rm_train.loop import DivergedError
-from tests.conftest import byte_tokenizer, save_base
+from tests.conftest import CHATML, byte_tokenizer, save_base
 from tests.train.runs import (
     RUN_FILES,
     Quiet,
@@ -360,3 +360,44 @@ def test_reward_changes_when_only_the_last_answer_does_though_pad_is_eos(tmp_pat
     together = model.score_ids(ids)
     np.testing.assert_allclose(together, [model.score_ids([one])[0] for one in ids], atol=1e-4)
     assert len({round(float(reward), 5) for reward in together}) == 4
+
+
+# ------------------------------------------------------------------ what is said of ties and of memory
+
+
+def test_answers_that_render_to_the_same_tokens_are_counted(tiny_base: Path, tmp_path: Path) -> None:
+    """A template that trims the answers makes a tie of two that differ."""
+    base = save_base(tmp_path / "base", tokenizer=byte_tokenizer(CHATML.replace("['content']", "['content'] | trim")))
+    rows = [*chat_rows(3), {**chat_rows(1)[0], "prompt": [{"role": "user", "content": "again?"}]}]
+    rows[3]["rejected"] = [{"role": "assistant", "content": rows[3]["chosen"][0]["content"] + " "}]
+    pairs = write_rows(tmp_path / "pairs.jsonl", rows)
+    reporter = Quiet()
+    fit(make_config(base, tmp_path, pairs, pairs, train={"max_steps": 1}), reporter)
+    assert f"training: 1 of 4 pairs are the same tokens on both sides; first {pairs}:4" in reporter.said
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_out_of_memory_is_one_line_that_says_what_to_lower(
+    checkpointing: bool,
+    data: tuple[Path, Path],
+    tiny_base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tests.train.test_cli import run
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore lines")
+
+    monkeypatch.setattr(fit_module, "train", fail)
+    config = make_config(tiny_base, tmp_path, *data, model={"gradient_checkpointing": checkpointing})
+    file = tmp_path / "run.yaml"
+    file.write_text(config.model_dump_json())
+    code, _, err = run(capsys, "fit", file)
+    last = err.splitlines()[-1]
+    assert code == 2
+    assert "Traceback" not in err
+    assert last.startswith("rm-train: error: out of memory: CUDA out of memory. Tried to allocate 2 GiB.; lower ")
+    assert "train.max_tokens (now 4096)" in last
+    assert ("model.gradient_checkpointing: true" in last) == (not checkpointing)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from rm_core.checkpoint import CheckpointError, WeightHashes, read_record, reward_id_of
 from rm_core.model import RewardModel
+from rm_core.reward_heads import offsets_of
+from rm_server.groups import SpreadReward
+from rm_server.scorer import BatchScorer
 from rm_train.data import read_pairs
 from rm_train.encode import encode_pairs
+from rm_train.eval_table import table_of
 from rm_train.fit import fit
 from rm_train.losses import BootstrapSamples, head_losses, pair_losses
+from rm_train.score_file import score_lines
 from tests.conftest import save_classifier
 from tests.train.runs import (
     Killed,
@@ -226,6 +233,81 @@ def test_eval_and_score_tell_how_sure_a_reward_is(
     expected = [mean - 2 * std for mean, std in zip(parts["mean"], parts["std"], strict=True)]
     assert cautious[0]["rewards"] == pytest.approx(expected, abs=1e-5)
     assert plain[1]["components"]["mean"] == plain[1]["reward"]
+
+
+def test_heads_are_compared_without_their_offsets_and_the_reward_stays_as_it_was(
+    checkpoint: Path, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Bradley-Terry leaves the offset of every head free: it says nothing of how sure a reward is."""
+    record = read_record(checkpoint)
+    assert record is not None
+    assert record.head_means is not None
+    assert np.mean(record.head_means) == pytest.approx(record.reward_mean, abs=1e-5)
+    assert np.std(record.head_means) > 0.01
+    model = RewardModel.load(str(checkpoint), dtype="float32", device="cpu")
+    pairs = encode_pairs(list(read_pairs(str(files[1]))), model.renderer, 128)
+    ids = [ids for item in pairs for ids in (item.chosen, item.rejected)]
+    scored = model.score_batch(ids)
+    assert scored.heads is not None
+    np.testing.assert_allclose(scored.heads.mean(axis=0), record.reward_mean, atol=1e-4)
+    np.testing.assert_allclose(scored.heads.mean(axis=1), scored.rewards, atol=1e-5)
+    earlier = tmp_path / "earlier"
+    shutil.copytree(checkpoint, earlier)
+    values = json.loads((earlier / "reward_model.json").read_text())
+    del values["head_means"]
+    (earlier / "reward_model.json").write_text(json.dumps(values))
+    raw = RewardModel.load(str(earlier), dtype="float32", device="cpu").score_batch(ids)
+    assert raw.heads is not None
+    assert np.array_equal(raw.rewards, scored.rewards)
+    np.testing.assert_allclose(raw.heads.mean(axis=0), record.head_means, atol=1e-4)
+    np.testing.assert_allclose(
+        raw.heads - scored.heads, np.tile(offsets_of(record.head_means), (len(ids), 1)), atol=1e-5
+    )
+    std = scored.heads.std(axis=1)
+    assert record.metrics["heads"]["mean_std"] == pytest.approx(float(std.mean()), abs=1e-4)
+    assert abs(float(raw.heads.std(axis=1).mean()) - float(std.mean())) > 1e-3
+    (first, *_) = score_lines(model, [json.dumps({"text": "So."})], max_tokens=512, components=True)
+    served = BatchScorer(model, 512, "shared", time.monotonic)
+    (reward,) = served.score([np.array(model.renderer.render_text("So."), dtype=">u4").tobytes()]).outcomes
+    assert isinstance(reward, SpreadReward)
+    assert first["components"]["std"] == pytest.approx(reward.std, abs=1e-5)
+    assert first["components"]["min"] == pytest.approx(reward.least, abs=1e-5)
+    alone = model.score_batch([model.renderer.render_text("So.")]).heads
+    assert alone is not None
+    assert reward.std == pytest.approx(float(alone.std()), abs=1e-5)
+
+
+def test_constant_added_to_one_head_changes_neither_std_nor_min(
+    tiny_model: RewardModel, files: tuple[Path, Path]
+) -> None:
+    pairs = encode_pairs(list(read_pairs(str(files[0]))), tiny_model.renderer, 128)
+    draw = np.random.default_rng(0)
+    heads = (draw.normal(size=(len(pairs), COUNT)), draw.normal(size=(len(pairs), COUNT)))
+    moved = tuple(side + np.array([0.0, 7.0, 0.0, -2.0]) for side in heads)
+    tables = [table_of(pairs, *(side.mean(axis=1) for side in sides), sides) for sides in (heads, moved)]
+    for before, after in zip(*(table.spread for table in tables), strict=True):
+        np.testing.assert_allclose(after, before, atol=1e-5)
+    means = [table.head_means for table in tables]
+    np.testing.assert_allclose(np.subtract(means[1], means[0]), [0.0, 7.0, 0.0, -2.0], atol=1e-6)
+    np.testing.assert_allclose(means[0], np.concatenate(heads).mean(axis=0), atol=1e-6)
+    centred = [sides[0] - offsets_of(mean) for sides, mean in zip((heads, moved), means, strict=True)]
+    # the reward itself moves by the mean of what was added
+    np.testing.assert_allclose(centred[1].min(axis=1), centred[0].min(axis=1) + 1.25, atol=1e-5)
+
+
+def test_merged_and_adopted_checkpoints_keep_the_means(
+    checkpoint: Path, files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_record(checkpoint)
+    assert run(capsys, "merge", checkpoint, tmp_path / "merged")[0] == 0
+    merged = read_record(tmp_path / "merged")
+    assert record is not None
+    assert merged is not None
+    assert merged.head_means == record.head_means
+    assert run(capsys, "calibrate", tmp_path / "merged", files[1], "--output", tmp_path / "adopted")[0] == 0
+    adopted = read_record(tmp_path / "adopted")
+    assert adopted is not None
+    assert adopted.head_means == pytest.approx(record.head_means, abs=1e-4)
 
 
 def test_one_head_alone_cannot_tell(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

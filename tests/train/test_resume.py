@@ -1,11 +1,14 @@
 """A run that was killed goes on to the very bits of the unbroken one, and refuses to go on as another run."""
 
 import importlib.util
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import rm_train.fit as fit_module
 from rm_train import run_directory
@@ -13,6 +16,7 @@ from rm_train import state as state_module
 from rm_train.fit import fit
 from rm_train.run_directory import RunError
 from rm_train.state import STATE_FILE, MetricsFile, ResumeError
+from tests.conftest import save_base
 from tests.train.runs import (
     RUN_FILES,
     Killed,
@@ -167,6 +171,76 @@ def test_resume_without_a_state_says_what_to_do(tiny_base: Path, data: tuple[Pat
         fit(config_in(tmp_path, tiny_base, data), Quiet(), resume=True)
 
 
+def test_unfinished_run_is_not_thrown_away_unless_asked(
+    killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, tiny_base, data)
+    before = {path.name: path.read_bytes() for path in killed.iterdir()}
+    with pytest.raises(RunError) as caught:
+        fit(config, Quiet())
+    assert str(caught.value) == (
+        f"{killed}: holds the state of an unfinished run; --resume goes on with it, --overwrite starts again"
+    )
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+    assert_same_run(fit(config, Quiet(), overwrite=True).directory, unbroken)
+    assert_same_run(fit(config, Quiet()).directory, unbroken)  # a finished run is replaced as ever
+
+
+def test_state_of_a_run_killed_while_its_last_checkpoint_was_written_is_kept(
+    tiny_base: Path, data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older checkpoint of that name does not make it a finished run."""
+    config = config_in(tmp_path, tiny_base, data)
+    fit(config, Quiet())
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "write_checkpoint", lambda *args, **options: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            fit(config, Quiet())
+    with pytest.raises(RunError, match="unfinished run"):
+        fit(config, Quiet())
+
+
+def test_resume_with_other_base_weights_torch_or_threads_is_refused(
+    data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path, other weights; and what the last bits depend on."""
+    base = save_base(tmp_path / "base")
+    config = config_in(tmp_path, base, data)
+    with pytest.raises(Killed):
+        fit(config, kill_at(5))
+    threads = torch.get_num_threads()
+    for name, value, named in (
+        ("get_num_threads", lambda: threads + 3, f"number of threads was {threads} and is now {threads + 3}"),
+        ("__version__", "9.9", f"version of torch was {str(torch.__version__)!r} and is now '9.9'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, value)
+            with pytest.raises(ResumeError, match=re.escape(named)):
+                fit(config, Quiet(), resume=True)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ResumeError, match=r"base weights was 'sha256:\w+' and is now 'sha256:"):
+        fit(config, Quiet(), resume=True)
+
+
+def test_data_may_move_before_a_run_is_resumed(
+    killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = [shutil.copy(path, tmp_path / f"moved-{path.name}") for path in data]
+    config = config_in(tmp_path, tiny_base, (moved[0], moved[1]))
+    assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
+
+
+def test_run_that_saves_no_states_says_so(tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
+    said = "train.save_every is null: no state is saved, so this run cannot be resumed"
+    for every in (None, 2):
+        config, reporter = config_in(tmp_path / str(every), tiny_base, data, train={"save_every": every}), kill_at(1)
+        with pytest.raises(Killed):
+            fit(config, reporter)
+        assert (said in reporter.said) == (every is None)
+
+
 def test_run_may_move_before_it_is_resumed(
     killed: Path, unbroken: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -203,7 +277,7 @@ def test_full_disk_while_saving_leaves_the_old_state_whole(
 
 def test_damaged_state_is_named(killed: Path, tiny_base: Path, data: tuple[Path, Path], tmp_path: Path) -> None:
     (killed / STATE_FILE).write_bytes((killed / STATE_FILE).read_bytes()[:1000])
-    with pytest.raises(ResumeError, match=r"resume\.pt: cannot be read .*run without --resume") as caught:
+    with pytest.raises(ResumeError, match=r"resume\.pt: cannot be read .*start again with --overwrite") as caught:
         fit(config_in(tmp_path, tiny_base, data), Quiet(), resume=True)
     assert "\n" not in str(caught.value)
 
