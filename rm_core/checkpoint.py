@@ -1,7 +1,7 @@
 """The self-describing checkpoint: ``reward_model.json`` beside plain peft or transformers files.
 
 Invariant: what was written is what is loaded. The hashes prove identity; the golden scores catch a changed renderer,
-pooling or library. A checkpoint appears by one rename, so a crash leaves the old one whole.
+pooling or library. A checkpoint appears by one rename, after one that moves an old one aside whole.
 """
 
 import datetime

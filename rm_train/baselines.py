@@ -34,7 +34,10 @@ def answer_length(pair: Pair) -> tuple[int, int]:
 
 def longer_wins(pairs: Iterable[Pair]) -> float:
     """Accuracy of calling the longer answer (in characters) the better one; equal lengths count one half."""
-    scores = [_half(chosen - rejected) for chosen, rejected in map(answer_length, pairs)]
+    scores = []
+    for pair in pairs:
+        chosen, rejected = answer_length(pair)
+        scores.append(_right(chosen - rejected, pair))
     if not scores:
         raise ValueError("no pairs: an accuracy needs at least one")
     return sum(scores) / len(scores)
@@ -45,20 +48,20 @@ def shorter_wins(pairs: Iterable[Pair]) -> float:
     return 1.0 - longer_wins(pairs)
 
 
-def _half(difference: float) -> float:
-    return 0.5 if difference == 0 else float(difference > 0)
+def _right(difference: float, pair: Pair) -> float:
+    return 0.5 if difference == 0 or pair.label == 0.5 else float(difference > 0)
 
 
 def bag_of_words_accuracy(train: Sequence[Pair], heldout: Sequence[Pair]) -> float:
     """Held-out accuracy of ``BagOfWords`` trained on ``train``."""
     if not heldout:
         raise ValueError("no pairs: an accuracy needs at least one")
-    return accuracy_of_margins(BagOfWords(train).margins(heldout).tolist())
+    return accuracy_of_margins(BagOfWords(train).margins(heldout).tolist(), heldout)
 
 
-def accuracy_of_margins(margins: Sequence[float]) -> float:
-    """Share of margins above zero; zero counts one half."""
-    return float(np.mean([_half(margin) for margin in margins]))
+def accuracy_of_margins(margins: Sequence[float], pairs: Sequence[Pair]) -> float:
+    """Share of the pairs' margins above zero; zero, and a label of one half, count one half."""
+    return float(np.mean([_right(margin, pair) for margin, pair in zip(margins, pairs, strict=True)]))
 
 
 class BagOfWords:
@@ -185,6 +188,8 @@ def _newton_step(features: _Sparse, curvature: Floats, gradient: Floats, l2: flo
     residual = -gradient
     direction, size = residual.copy(), float(residual @ residual)
     limit = 0.01 * size
+    if size == 0:  # nothing to learn: every label even, or every weight zero
+        return step
     for _ in range(20):
         curved = features.transposed_times(curvature * features.times(direction), len(gradient)) + l2 * direction
         length = size / float(direction @ curved)

@@ -14,7 +14,7 @@ from rm_core.chat import Renderer, RenderError
 from rm_train.comparisons import BestOfPrompt, best_of_n, ties_score
 from rm_train.config import Columns
 from rm_train.metrics import Floats, mean_interval
-from rm_train.row_reader import Content, RowReader, content_of
+from rm_train.row_reader import Content, RowReader, content_of, refuse_tools
 from rm_train.rows import DataError, Row
 
 _TIES = "ties"
@@ -61,6 +61,7 @@ def _holds_answers(value: Any) -> bool:
 def read_best_of(row: Row, columns: Columns) -> BestOf:
     """Read one such row. Raises DataError."""
     reader = RowReader(row, columns)
+    refuse_tools(reader)
     sides: list[list[Content]] = []
     for name in ("chosen", "rejected"):
         value = reader.need(name)

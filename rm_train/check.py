@@ -170,12 +170,13 @@ def too_many(report: DoctorReport, level: Level, allowances: Sequence[Allowance]
     return [finding for finding in report.findings if finding.severity in bad and finding.kind not in within]
 
 
-def lines_of(report: DoctorReport) -> list[str]:
-    """Each finding as one line, for ``fit``."""
+def lines_of(report: DoctorReport, *, besides: DoctorReport | None = None) -> list[str]:
+    """Each finding as one line, for ``fit``; without those that ``besides`` has too."""
     return [
         f"check: {finding.severity}: {finding.kind} ({finding.count:,} of {finding.total:,}): {finding.meaning}; "
         f"first {finding.examples[0].where}"
         for finding in report.findings
+        if besides is None or finding not in besides.findings
     ]
 
 

@@ -14,7 +14,7 @@ import typer
 
 from rm_core.smollm2 import BundledModelError
 from rm_train import eval_commands, inspect_commands
-from rm_train.options import Data, Dtype, Limit, MaxTokens, dtype_of, one_of
+from rm_train.options import Column, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of, one_of
 
 app = typer.Typer(
     name="rm-train",
@@ -150,6 +150,7 @@ def calibrate(
     training_length: Annotated[int | None, typer.Option(min=1, help="Longest sequence it was trained on.")] = None,
     max_tokens: MaxTokens = 4096,
     limit: Limit = None,
+    column: Column = None,
 ) -> None:
     """Adopt a model trained elsewhere: write its rules, reward scale and golden scores (reward_model.json)."""
     from rich.console import Console
@@ -163,10 +164,13 @@ def calibrate(
     from rm_train.rows import DataError
 
     as_ = None if text_as is None else one_of(text_as, ("raw", "chat"), "--text-as")
+    columns = columns_of(column)
     end_ = None if end is None else one_of(end, ("token", "template"), "--end")
 
     def measure(loaded: RewardModel) -> Measured:
-        found = evaluate_data(loaded, data, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())
+        found = evaluate_data(
+            loaded, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter()
+        )
         if not len(found.table):
             raise DataError(", ".join(data), "holds no pairs, only best-of-N rows")
         return measured(found.table)

@@ -226,7 +226,8 @@ class LossConfig(BaseModel):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of wrong labels. A pair's own soft label, where it has one, is smoothed by it too."""
     use_margin: bool = False
-    """Ask the chosen answer to win by the pair's `margin`; pairs without one ask for 0."""
+    """Ask the chosen answer to win by the pair's `margin`; pairs without one ask for 0, and data without any are
+    refused."""
     centering: float = Field(default=0.0, ge=0)
     """Coefficient of the squared sum of both rewards, which keeps rewards around zero (0.01 is usual)."""
 
@@ -264,7 +265,8 @@ class TrainConfig(BaseModel):
     eval_every: int | None = Field(default=None, ge=1)
     """Evaluate every this many steps; null evaluates only at the end."""
     save_every: int | None = Field(default=None, ge=1)
-    """Save the state for `--resume` every this many steps; null saves none, so the run cannot be resumed."""
+    """Save the state for `--resume` every this many steps and after the last; null saves none, so that the run cannot
+    be resumed."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a lower loss, and keep the best weights; null never stops."""
     keep_best: bool = False

@@ -19,7 +19,7 @@ from rm_train.config import Columns, DataConfig, SourceConfig, parse_source
 from rm_train.pairs import Pair, row_to_pairs
 from rm_train.row_reader import Content
 from rm_train.rows import DataError, ErrorHandler, raise_error
-from rm_train.sources import read_rows, source_name
+from rm_train.sources import read_rows, source_name, source_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,18 @@ def read_pairs(
     source: SourceConfig | str,
     columns: Columns | None = None,
     *,
+    name: str | None = None,
     on_error: ErrorHandler = raise_error,
     tally: Counter[str] | None = None,
 ) -> Iterator[Pair]:
     """Yield the pairs of one source in order, holding one row at a time; a best-of-N row is a broken row here.
 
     ``source`` may be a text such as a path or ``org/name:split``. ``columns`` maps our names to the source's; the
-    source's own mapping is laid over it. A broken row goes to ``on_error``, which raises unless told otherwise.
+    source's own mapping is laid over it. ``name`` is what the pairs call their source, ``source_name`` unless it is
+    given. A broken row goes to ``on_error``, which raises unless told otherwise.
     ``tally`` counts ``rows``, ``pairs`` and ``tied_rows`` (K-wise rows that gave no pair).
     """
-    for item in read_items(source, columns, on_error=on_error, tally=tally):
+    for item in read_items(source, columns, name=name, on_error=on_error, tally=tally):
         if isinstance(item, Pair):
             yield item
         else:
@@ -68,6 +70,7 @@ def read_items(
     source: SourceConfig | str,
     columns: Columns | None = None,
     *,
+    name: str | None = None,
     on_error: ErrorHandler = raise_error,
     tally: Counter[str] | None = None,
 ) -> Iterator[Pair | BestOf]:
@@ -75,7 +78,7 @@ def read_items(
     if isinstance(source, str):
         source = SourceConfig.model_validate(parse_source(source))
     mapping = {**(columns or {}), **source.columns}
-    name = source_name(source)
+    name = name or source_name(source)
     tally = Counter() if tally is None else tally
     for row in read_rows(source, on_error):
         tally["rows"] += 1
@@ -95,9 +98,15 @@ def read_items(
 def load_fit_data(data: DataConfig, seed: int) -> FitData:
     """Read and prepare all pairs of a run. Raises DataError."""
     tally: Counter[str] = Counter()
-    read = [list(read_pairs(source, data.columns, tally=tally)) for source in data.train]
+    names = source_names([*data.train, *(data.eval or [])])
+
+    def pairs_of(source: SourceConfig, name: str) -> list[Pair]:
+        return list(read_pairs(source, data.columns, name=name, tally=tally))
+
+    read = [pairs_of(source, name) for source, name in zip(data.train, names, strict=False)]
     if data.eval is not None:
-        evaluation = [pair for source in data.eval for pair in read_pairs(source, data.columns, tally=tally)]
+        held_out = zip(data.eval, names[len(data.train) :], strict=True)
+        evaluation = [pair for source, name in held_out for pair in pairs_of(source, name)]
     else:
         if not any(read):
             raise DataError(", ".join(source.path for source in data.train), "no pairs to train on")

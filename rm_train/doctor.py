@@ -3,8 +3,10 @@
 Invariant: every finding counts pairs and says where they are; a pair that is broken in a known way is in a finding.
 """
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rm_train.baselines import answer_length, bag_of_words_accuracy, longer_wins
@@ -16,6 +18,7 @@ from rm_train.rows import DataError
 
 if TYPE_CHECKING:
     from rm_core.chat import Renderer
+    from rm_train.encode import EncodedPair
 
 _BOW_PAIRS = 10_000
 """The bag of words sees at most this many training pairs: more change its accuracy little and its time much."""
@@ -122,12 +125,7 @@ def _render_all(
     """Render every answer with its prompt; returns the lengths in tokens of those that could be rendered."""
     from rm_core.chat import RenderError
 
-    rules, tokenizer = renderer.rules, renderer.tokenizer
-    bos = tokenizer.bos_token_id
-    ends = {
-        tokenizer.convert_tokens_to_ids(token) for token in (rules.end_of_turn, rules.end_of_text) if token is not None
-    }
-    control = _control_tokens(tokenizer)
+    faults = _RenderedFaults(renderer, findings)
     lengths = []
     for pair in pairs:
         try:
@@ -141,14 +139,48 @@ def _render_all(
             findings.add("identical_ids", pair)
         if max_length is not None and max(len(chosen), len(rejected)) > max_length:
             findings.add("over_long", pair, f"{max(len(chosen), len(rejected))} tokens")
-        if bos is not None and any(ids[:2] == [bos, bos] for ids in (chosen, rejected)):
-            findings.add("double_bos", pair)
-        if ends and rules.end == "token" and not (chosen[-1] in ends and rejected[-1] in ends):
-            findings.add("missing_end", pair)
-        written = [token for token in control if any(token in text for text in _texts(pair))]
-        if written:
-            findings.add("control_tokens", pair, ", ".join(written))
+        faults.find(pair, chosen, rejected)
     return lengths
+
+
+def check_encoded(
+    report: DoctorReport, encoded: "Iterable[EncodedPair]", renderer: "Renderer", max_length: int
+) -> DoctorReport:
+    """The report with what shows in pairs that are rendered already, cut to ``max_length`` tokens; each counts once."""
+    findings = _Findings()
+    faults = _RenderedFaults(renderer, findings)
+    for item in {id(item.pair): item for item in encoded}.values():
+        if item.truncated:
+            findings.add("over_long", item.pair)
+        faults.find(item.pair, item.chosen, item.rejected)
+    total = report.train_pairs + report.eval_pairs
+    both = [report.finding(kind) or findings.finding(kind, *KINDS[kind], total) for kind in KINDS]
+    return replace(report, max_length=max_length, findings=tuple(finding for finding in both if finding is not None))
+
+
+class _RenderedFaults:
+    """Faults that show in the tokens of a pair, and control tokens in its texts."""
+
+    def __init__(self, renderer: "Renderer", findings: _Findings) -> None:
+        rules, tokenizer = renderer.rules, renderer.tokenizer
+        self._findings = findings
+        self._bos = tokenizer.bos_token_id
+        ends = [token for token in (rules.end_of_turn, rules.end_of_text) if token is not None]
+        self._ends = {tokenizer.convert_tokens_to_ids(token) for token in ends} if rules.end == "token" else set()
+        self._control = _control_tokens(tokenizer)
+        # one search where a tokenizer has hundreds of them and a text nearly always none
+        self._any_control = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
+
+    def find(self, pair: Pair, chosen: list[int], rejected: list[int]) -> None:
+        """Add what is wrong with a pair and its two sequences."""
+        if self._bos is not None and any(ids[:2] == [self._bos, self._bos] for ids in (chosen, rejected)):
+            self._findings.add("double_bos", pair)
+        if self._ends and not (chosen[-1] in self._ends and rejected[-1] in self._ends):
+            self._findings.add("missing_end", pair)
+        texts = [text for text in _texts(pair) if self._any_control.search(text)]
+        if texts:
+            written = [token for token in self._control if any(token in text for text in texts)]
+            self._findings.add("control_tokens", pair, ", ".join(written))
 
 
 def _control_tokens(tokenizer: object) -> list[str]:

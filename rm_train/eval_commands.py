@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rm_train.options import Data, Dtype, Limit, MaxTokens, dtype_of
+from rm_train.options import Column, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
@@ -19,6 +19,7 @@ def evaluate(
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
     limit: Limit = None,
+    column: Column = None,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy with interval, calibration and length bias of a model on pairs and best-of-N sets."""
@@ -28,8 +29,9 @@ def evaluate(
     from rm_train.console import ConsoleReporter, report_table
     from rm_train.evaluate import evaluate_data, report_of
 
+    columns = columns_of(column)
     model = RewardModel.load(checkpoint, dtype=dtype_of(dtype))
-    found = evaluate_data(model, data, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())
+    found = evaluate_data(model, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())
     report = report_of(model, found)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -45,6 +47,7 @@ def compare(
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
     limit: Limit = None,
+    column: Column = None,
     as_json: AsJson = False,
 ) -> None:
     """Two or more models on the same rows: paired differences, and the map between their rewards."""
@@ -57,6 +60,7 @@ def compare(
         [old, new, *(also or [])],
         data,
         dtype=dtype_of(dtype),
+        columns=columns_of(column),
         max_tokens=max_tokens,
         limit=limit,
         reporter=ConsoleReporter(),

@@ -149,34 +149,34 @@ def full_report(table: EvalTable) -> dict[str, Any]:
     long_chosen, long_rejected = table.lengths
     labels, weights = table.labels, table.weights
     temperature = metrics.fit_temperature(chosen, rejected, labels=labels, weights=weights)
-    longer = metrics.accuracy(long_chosen, long_rejected)
+    counted: dict[str, Any] = {"temperature": temperature, "labels": labels, "weights": weights}
+    longer = metrics.accuracy(long_chosen, long_rejected, labels)
     return {
         "pairs": len(table),
         "truncated": table.truncated,
-        "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts)),
+        "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts, labels)),
         "longer_wins": longer,
         "shorter_wins": 1.0 - longer,
         "log_loss": metrics.log_loss(chosen, rejected, labels=labels, weights=weights),
         "calibration": {
             "temperature": temperature,
-            "log_loss": metrics.log_loss(chosen, rejected, temperature=temperature, labels=labels, weights=weights),
-            "expected_error": metrics.expected_calibration_error(chosen, rejected, temperature=temperature),
-            "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, temperature=temperature)],
+            "log_loss": metrics.log_loss(chosen, rejected, **counted),
+            "expected_error": metrics.expected_calibration_error(chosen, rejected, **counted),
+            "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, **counted)],
         },
         "reward": asdict(metrics.summarise(chosen, rejected)),
-        "length": asdict(metrics.length_report(chosen, rejected, long_chosen, long_rejected)),
-        "by_category": _by(table.categories, chosen, rejected),
-        "by_source": _by(table.sources, chosen, rejected),
-        "by_length_difference": _by(_length_bands(long_chosen, long_rejected), chosen, rejected, ordered=False),
-        **({} if table.spread is None else {"heads": _heads_report(chosen, rejected, *table.spread)}),
+        "length": asdict(metrics.length_report(chosen, rejected, long_chosen, long_rejected, labels)),
+        "by_category": _by(table.categories, table),
+        "by_source": _by(table.sources, table),
+        "by_length_difference": _by(_length_bands(long_chosen, long_rejected), table, ordered=False),
+        **({} if table.spread is None else {"heads": _heads_report(table, *table.spread)}),
     }
 
 
-def _heads_report(
-    chosen: Floats, rejected: Floats, std_chosen: Floats, std_rejected: Floats, std_margin: Floats
-) -> dict[str, Any]:
+def _heads_report(table: EvalTable, std_chosen: Floats, std_rejected: Floats, std_margin: Floats) -> dict[str, Any]:
     """What the heads' disagreement says: it should be larger, for its margin, where the model is wrong."""
-    right = metrics.correctness(chosen, rejected)
+    chosen, rejected, labels = table.chosen, table.rejected, table.labels
+    right = metrics.correctness(chosen, rejected, labels)
 
     def mean(values: Floats) -> float | None:
         return float(values.mean()) if len(values) else None
@@ -188,12 +188,12 @@ def _heads_report(
         "margin_std_right": mean(std_margin[right == 1]),
         "margin_std_wrong": mean(std_margin[right == 0]),
         "accuracy_of_surer_half": float(right[half].mean()),
-        "accuracy_mean_minus_std": metrics.accuracy(chosen - std_chosen, rejected - std_rejected),
+        "accuracy_mean_minus_std": metrics.accuracy(chosen - std_chosen, rejected - std_rejected, labels),
     }
 
 
-def _by(keys: Sequence[str | None], chosen: Floats, rejected: Floats, *, ordered: bool = True) -> dict[str, Any]:
-    shares = metrics.accuracy_by(keys, chosen, rejected)
+def _by(keys: Sequence[str | None], table: EvalTable, *, ordered: bool = True) -> dict[str, Any]:
+    shares = metrics.accuracy_by(keys, table.chosen, table.rejected, table.labels)
     names = shares if ordered else [name for name in _BANDS if name in shares]
     return {key: asdict(shares[key]) for key in names}
 

@@ -13,7 +13,7 @@ from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train.best_of import BestOf, best_of_report, scores_of
 from rm_train.comparisons import compare_correctness, linear_map
-from rm_train.config import SourceConfig, parse_source
+from rm_train.config import Columns, SourceConfig, parse_source
 from rm_train.console import ConsoleReporter
 from rm_train.data import draw, read_items
 from rm_train.eval_table import full_report
@@ -21,20 +21,29 @@ from rm_train.evaluation import Evaluated, evaluate_stream
 from rm_train.metrics import correctness
 from rm_train.pairs import Pair
 from rm_train.rows import DataError
-from rm_train.sources import count_rows
+from rm_train.sources import count_rows, source_names
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def evaluate_data(
-    model: RewardModel, data: Sequence[str], *, max_tokens: int, limit: int | None, reporter: ConsoleReporter
+    model: RewardModel,
+    data: Sequence[str],
+    *,
+    columns: Columns | None = None,
+    max_tokens: int,
+    limit: int | None,
+    reporter: ConsoleReporter,
 ) -> Evaluated:
-    """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError."""
+    """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError.
+
+    ``columns`` maps our names to the rows', in all sources alike.
+    """
     sources = [SourceConfig.model_validate(parse_source(text)) for text in data]
     counts = [count_rows(source) for source in sources]
     about = None if limit is not None or None in counts else sum(count for count in counts if count is not None)
     with reporter.count("scoring", about) as advance:
-        found = evaluate_stream(model, _items(sources, limit), max_tokens=max_tokens, progress=advance)
+        found = evaluate_stream(model, _items(sources, columns, limit), max_tokens=max_tokens, progress=advance)
     if not len(found.table) and not found.best_of:
         raise DataError(", ".join(data), "holds no pairs")
     if found.num_not_finite:
@@ -43,12 +52,11 @@ def evaluate_data(
     return found
 
 
-def _items(sources: Sequence[SourceConfig], limit: int | None) -> Iterator[Pair | BestOf]:
-    for source in sources:
-        if limit is None:
-            yield from read_items(source)
-        else:  # drawing needs to know them all
-            yield from draw(list(read_items(source)), limit, "eval")
+def _items(sources: Sequence[SourceConfig], columns: Columns | None, limit: int | None) -> Iterator[Pair | BestOf]:
+    for source, name in zip(sources, source_names(sources), strict=True):
+        items = read_items(source, columns, name=name)
+        # drawing needs to know them all
+        yield from items if limit is None else draw(list(items), limit, "eval")
 
 
 def report_of(model: RewardModel, found: Evaluated) -> dict[str, Any]:
@@ -66,6 +74,7 @@ def compare(
     data: Sequence[str],
     *,
     dtype: Dtype,
+    columns: Columns | None = None,
     max_tokens: int,
     limit: int | None,
     reporter: ConsoleReporter,
@@ -80,7 +89,7 @@ def compare(
     for path in paths:
         model = RewardModel.load(path, dtype=dtype)
         reporter.say(f"{path}: {model.reward_id}, {model.dtype}")
-        found.append(evaluate_data(model, data, max_tokens=max_tokens, limit=limit, reporter=reporter))
+        found.append(evaluate_data(model, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=reporter))
         models.append({"model": path, **report_of(model, found[-1])})
         del model  # before the next one is loaded
     comparisons = [
@@ -95,8 +104,8 @@ def _compared(old: Evaluated, new: Evaluated) -> dict[str, Any]:
     if len(old.table):
         result["pairs"] = asdict(
             compare_correctness(
-                correctness(old.table.chosen, old.table.rejected),
-                correctness(new.table.chosen, new.table.rejected),
+                correctness(old.table.chosen, old.table.rejected, old.table.labels),
+                correctness(new.table.chosen, new.table.rejected, new.table.labels),
                 old.table.prompts,
             )
         )

@@ -81,7 +81,7 @@ def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str,
     weights = [item.pair.weight for item in encoded]
     return {
         "loss": metrics.log_loss(rewards.chosen, rewards.rejected, labels=labels, weights=weights),
-        "accuracy": metrics.accuracy(rewards.chosen, rewards.rejected),
+        "accuracy": metrics.accuracy(rewards.chosen, rewards.rejected, labels),
         "margin": float((rewards.chosen - rewards.rejected).mean()),
     }
 

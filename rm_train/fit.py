@@ -24,13 +24,13 @@ from rm_train.build import build_model, check_trackers
 from rm_train.check import json_of, lines_of
 from rm_train.config import FitConfig, dump_resolved
 from rm_train.data import FitData, data_fingerprint, load_fit_data
-from rm_train.doctor import check_pairs
+from rm_train.doctor import check_encoded, check_pairs
 from rm_train.encode import EncodedPair, count_truncated, encode_pairs, find_identical
 from rm_train.eval_table import measured, table_of
 from rm_train.evaluation import Rewards, quick_metrics, score_pairs
 from rm_train.loop import DivergedError, train
 from rm_train.pairs import Pair
-from rm_train.rows import first_line
+from rm_train.rows import DataError, first_line
 from rm_train.run_directory import (
     CHECK_FILE,
     CHECKPOINT,
@@ -38,6 +38,7 @@ from rm_train.run_directory import (
     RunError,
     check_nothing_to_resume,
     clear_leftovers,
+    forget_evaluation,
     locked,
     stopped_before_first_save,
     write_evaluation,
@@ -105,6 +106,8 @@ def _fit(
     say(f"data: {len(data.train)} training and {len(data.eval)} evaluation pairs{_warnings(data)}")
     if config.train.save_every is None:
         say("train.save_every is null: no state is saved, so this run cannot be resumed")
+    if note := _margin_note(data, config):
+        say(note)
     findings = None
     if accelerator.is_main_process:
         findings = check_pairs(_distinct(data.train), data.eval, tied_rows=data.tied_rows, baselines="length")
@@ -134,6 +137,10 @@ def _fit(
             say(f"{name}: {cut} of {len(encoded)} pairs are over {limit} tokens and lost the start of their prompts")
         if same := find_identical(encoded):
             say(f"{name}: {len(same)} of {len(encoded)} pairs are the same tokens on both sides; first {same[0].where}")
+    if findings is not None:
+        before, findings = findings, check_encoded(findings, [*train_pairs, *eval_pairs], model.renderer, limit)
+        for line in lines_of(findings, besides=before):
+            say(line)
     if accelerator.is_main_process:
         # Not before everything is known to fit: a run that is refused must leave an earlier one as it was.
         directory.mkdir(parents=True, exist_ok=True)
@@ -145,6 +152,7 @@ def _fit(
             write_whole(directory / CHECK_FILE, json_of(findings))
         if state is None:
             forget_state(directory)
+            forget_evaluation(directory)
 
     def evaluate() -> dict[str, float]:
         rewards = _score_on_all_processes(model, eval_pairs, config, accelerator)
@@ -224,7 +232,10 @@ class _FinalEvaluation:
         rewards = _finite(self.rewards, self.config)
         return measured(
             table_of(self.eval_pairs, rewards.chosen, rewards.rejected, rewards.heads),
-            {"dtype": self.dtype or reloaded.dtype, "bag_of_words": accuracy_of_margins(self.bag_of_words)},
+            {
+                "dtype": self.dtype or reloaded.dtype,
+                "bag_of_words": accuracy_of_margins(self.bag_of_words, self.data.eval),
+            },
         )
 
 
@@ -298,6 +309,19 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _distinct(pairs: list[Pair]) -> list[Pair]:
     """Without the repetitions that mixing weights make: those are meant."""
     return list({id(pair): pair for pair in pairs}.values())
+
+
+def _margin_note(data: FitData, config: FitConfig) -> str | None:
+    """What to say of margins that the loss leaves out. Raises DataError where it asks for some and there are none."""
+    found = sum(pair.margin is not None for pair in data.train)
+    if config.loss.use_margin and not found:
+        where = ", ".join(source.path for source in config.data.train)
+        raise DataError(
+            where, "loss.use_margin is true, but no training pair has a margin (data.columns can map names)"
+        )
+    if not found or config.loss.use_margin:
+        return None
+    return f"margins: {found} of {len(data.train)} training pairs have one, and loss.use_margin is false: not used"
 
 
 def _warnings(data: FitData) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rm_train.options import Dtype, MaxTokens, dtype_of, one_of
+from rm_train.options import Column, Dtype, MaxTokens, columns_of, dtype_of, one_of
 
 Sources = Annotated[
     list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs, or one config.yaml.")
@@ -27,9 +27,7 @@ def check(
     ] = None,
     max_length: Annotated[int | None, typer.Option(min=8, help="Longest sequence in tokens (with --model).")] = None,
     text_as: Annotated[str | None, typer.Option(help="How strings are rendered: raw or chat.")] = None,
-    column: Annotated[
-        list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="Map a column, for instance prompt=q.")
-    ] = None,
+    column: Column = None,
     fail_on: Annotated[str, typer.Option(help="Exit with 1 on: error, warning or never.")] = "error",
     allow: Annotated[
         list[str] | None, typer.Option(metavar="KIND=LIMIT", help="Put up with so many pairs (10) or a share (0.5%).")
@@ -57,7 +55,7 @@ def check(
         model=model,
         max_length=max_length,
         text_as=None if text_as is None else one_of(text_as, ("raw", "chat"), "--text-as"),
-        columns=_columns(column or []),
+        columns=columns_of(column),
     )
     for flag, value in (("--max-length", max_length), ("--text-as", text_as)):
         if value is not None and given.model is None:
@@ -116,17 +114,3 @@ def replay(
             typer.echo(f"{item['where']}: logged {item['logged']:.6g}, computed {item['computed']:.6g}")
     if found["different"] or found["other_reward_id"]:
         raise typer.Exit(1)
-
-
-def _columns(texts: list[str]) -> dict[str, str | None] | None:
-    """``OURS=THEIRS``; ``OURS=`` hides the column."""
-    from rm_train.config import CANONICAL_COLUMNS
-
-    found: dict[str, str | None] = {}
-    for text in texts:
-        ours, equals, theirs = text.partition("=")
-        if not equals or ours not in CANONICAL_COLUMNS:
-            known = ", ".join(CANONICAL_COLUMNS)
-            raise typer.BadParameter(f"{text}: write OURS=THEIRS; ours are {known}", param_hint="--column")
-        found[ours] = theirs or None
-    return found or None

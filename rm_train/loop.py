@@ -233,7 +233,8 @@ def _forward_backward(
             loss.backward()  # type: ignore[no-untyped-call]
         if not idle:
             difference = (chosen - rejected).detach().double()
-            right = (difference > 0).double() + 0.5 * (difference == 0).double()
+            even = torch.tensor([item.pair.label == 0.5 for item in items], device=difference.device)
+            right = ((difference > 0).double() + 0.5 * (difference == 0).double()).masked_fill(even, 0.5)
             tokens = sum(map(len, sequences))
             computed = model.network.batch_tokens(sequences)
             sums += torch.tensor(

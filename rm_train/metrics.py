@@ -83,21 +83,37 @@ def finite_array(values: Rewards, name: str) -> Floats:
     return array
 
 
-def correctness(chosen: Rewards, rejected: Rewards) -> Floats:
-    """1 where the chosen answer has the higher reward, 1/2 where both are equal, else 0. [N]"""
+def _shares(labels: Rewards | None, size: int) -> Floats:
+    return np.ones(size) if labels is None else finite_array(labels, "labels")
+
+
+def _importance(weights: Rewards | None, size: int) -> Floats:
+    """The weights, or one for each pair where there are none or none weighs anything."""
+    found = np.ones(size) if weights is None else finite_array(weights, "weights")
+    return found if found.any() else np.ones(size)
+
+
+def correctness(chosen: Rewards, rejected: Rewards, labels: Rewards | None = None) -> Floats:
+    """1 where the chosen answer has the higher reward, 1/2 where both are equal, else 0. [N]
+
+    ``labels`` are the shares that prefer chosen; where that is exactly 1/2, neither answer is the better one, and the
+    pair counts 1/2.
+    """
     first, second = _checked(chosen, rejected)
-    return 0.5 * (1.0 + np.sign(first - second))
+    right = 0.5 * (1.0 + np.sign(first - second))
+    return right if labels is None else np.where(finite_array(labels, "labels") == 0.5, 0.5, right)
 
 
-def accuracy(chosen: Rewards, rejected: Rewards) -> float:
+def accuracy(chosen: Rewards, rejected: Rewards, labels: Rewards | None = None) -> float:
     """Mean correctness."""
-    return float(correctness(chosen, rejected).mean())
+    return float(correctness(chosen, rejected, labels).mean())
 
 
 def accuracy_interval(
     chosen: Rewards,
     rejected: Rewards,
     prompts: Sequence[str],
+    labels: Rewards | None = None,
     *,
     confidence: float = 0.95,
     samples: int = 2000,
@@ -108,7 +124,8 @@ def accuracy_interval(
     ``prompts`` names each pair's prompt; whole prompts are drawn with replacement, because pairs of one prompt are not
     independent.
     """
-    return mean_interval(correctness(chosen, rejected), prompts, confidence=confidence, samples=samples, seed=seed)
+    right = correctness(chosen, rejected, labels)
+    return mean_interval(right, prompts, confidence=confidence, samples=samples, seed=seed)
 
 
 def mean_interval(
@@ -145,15 +162,13 @@ def log_loss(
 ) -> float:
     """Mean Bradley-Terry loss in nats: -s log σ(d/T) - (1-s) log σ(-d/T), d = chosen - rejected.
 
-    ``labels`` are the shares s that prefer chosen (default 1), ``weights`` weigh the mean (default 1).
+    ``labels`` are the shares s that prefer chosen (default 1), ``weights`` weigh the mean (default 1; pairs that all
+    weigh nothing are counted alike).
     """
     first, second = _checked(chosen, rejected)
     margins = (first - second) / temperature
-    shares = np.ones_like(margins) if labels is None else finite_array(labels, "labels")
-    losses = np.logaddexp(0.0, -margins) + (1.0 - shares) * margins
-    importance = np.ones_like(margins) if weights is None else finite_array(weights, "weights")
-    # pairs that all weigh nothing are counted alike
-    return float(np.average(losses, weights=importance if importance.any() else None))
+    losses = np.logaddexp(0.0, -margins) + (1.0 - _shares(labels, len(margins))) * margins
+    return float(np.average(losses, weights=_importance(weights, len(margins))))
 
 
 def fit_temperature(
@@ -167,12 +182,11 @@ def fit_temperature(
     """
     first, second = _checked(chosen, rejected)
     margins = first - second
-    shares = np.ones_like(margins) if labels is None else finite_array(labels, "labels")
+    shares, importance = _shares(labels, len(margins)), _importance(weights, len(margins))
     scale = float(np.sqrt(np.mean(margins**2)))
     if scale == 0:
         return 1.0
     margins = margins / scale
-    importance = np.ones_like(margins) if weights is None else finite_array(weights, "weights")
 
     def slope(inverse: float) -> float:
         """Derivative of the loss by 1/T (in units of the scale)."""
@@ -194,42 +208,68 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def reliability(
-    chosen: Rewards, rejected: Rewards, *, temperature: float = 1.0, bins: int = 10
+    chosen: Rewards,
+    rejected: Rewards,
+    *,
+    temperature: float = 1.0,
+    labels: Rewards | None = None,
+    weights: Rewards | None = None,
+    bins: int = 10,
 ) -> list[ReliabilityBin]:
-    """Equal-width bins of the confidence max(p, 1-p), p = σ(d/T), from 0.5 to 1 (1 belongs to the last)."""
-    first, second = _checked(chosen, rejected)
-    right = correctness(first, second)
-    probability = _sigmoid((first - second) / temperature)
-    confidence = np.maximum(probability, 1.0 - probability)
-    place = np.minimum((confidence - 0.5) * 2 * bins, bins - 1).astype(int)
+    """Equal-width bins of the confidence max(p, 1-p), p = σ(d/T), from 0.5 to 1 (1 belongs to the last).
+
+    The accuracy of a pair is the share that prefers what the model prefers: of the ``labels``, the shares that prefer
+    chosen (default 1). ``weights`` weigh the means of a bin, not the number of its pairs.
+    """
+    place, confidence, right, importance = _calibration(chosen, rejected, temperature, labels, weights, bins)
     found = []
     for number in range(bins):
         inside = place == number
         pairs = int(inside.sum())
+        weighed = _importance(importance[inside], pairs) if pairs else None
         found.append(
             ReliabilityBin(
                 0.5 + number / (2 * bins),
                 0.5 + (number + 1) / (2 * bins),
                 pairs,
-                float(confidence[inside].mean()) if pairs else None,
-                float(right[inside].mean()) if pairs else None,
+                float(np.average(confidence[inside], weights=weighed)) if pairs else None,
+                float(np.average(right[inside], weights=weighed)) if pairs else None,
             )
         )
     return found
 
 
+def _calibration(
+    chosen: Rewards,
+    rejected: Rewards,
+    temperature: float,
+    labels: Rewards | None,
+    weights: Rewards | None,
+    bins: int,
+) -> tuple[npt.NDArray[np.int64], Floats, Floats, Floats]:
+    """Of each pair: its bin, the model's confidence, the share that agrees with the model, the weight. [N] each."""
+    first, second = _checked(chosen, rejected)
+    probability = _sigmoid((first - second) / temperature)
+    confidence = np.maximum(probability, 1.0 - probability)
+    shares = _shares(labels, len(first))
+    right = 0.5 + np.sign(first - second) * (shares - 0.5)
+    place = np.minimum((confidence - 0.5) * 2 * bins, bins - 1).astype(np.int64)
+    return place, confidence, right, _importance(weights, len(first))
+
+
 def expected_calibration_error(
-    chosen: Rewards, rejected: Rewards, *, temperature: float = 1.0, bins: int = 10
+    chosen: Rewards,
+    rejected: Rewards,
+    *,
+    temperature: float = 1.0,
+    labels: Rewards | None = None,
+    weights: Rewards | None = None,
+    bins: int = 10,
 ) -> float:
-    """Mean over pairs of |confidence - accuracy| of the pair's bin."""
-    table = reliability(chosen, rejected, temperature=temperature, bins=bins)
-    total = sum(row.pairs for row in table)
-    gaps = [
-        row.pairs * abs(row.confidence - row.accuracy)
-        for row in table
-        if row.confidence is not None and row.accuracy is not None
-    ]
-    return sum(gaps) / total
+    """Mean over pairs of |confidence - accuracy| of the pair's bin; labels and weights as in ``reliability``."""
+    place, confidence, right, importance = _calibration(chosen, rejected, temperature, labels, weights, bins)
+    gaps = np.bincount(place, importance * (confidence - right))
+    return float(np.abs(gaps).sum() / importance.sum())
 
 
 def summarise(chosen: Rewards, rejected: Rewards) -> RewardSummary:
@@ -239,9 +279,11 @@ def summarise(chosen: Rewards, rejected: Rewards) -> RewardSummary:
     return RewardSummary(float(both.mean()), float(both.std()), float((first - second).mean()))
 
 
-def accuracy_by(keys: Sequence[str | None], chosen: Rewards, rejected: Rewards) -> dict[str, Share]:
+def accuracy_by(
+    keys: Sequence[str | None], chosen: Rewards, rejected: Rewards, labels: Rewards | None = None
+) -> dict[str, Share]:
     """Accuracy for each key (category, source, ...), most pairs first; pairs without a key are left out."""
-    right = correctness(chosen, rejected)
+    right = correctness(chosen, rejected, labels)
     groups: dict[str, list[float]] = {}
     for key, value in zip(keys, right, strict=True):
         if key is not None:
@@ -251,12 +293,18 @@ def accuracy_by(keys: Sequence[str | None], chosen: Rewards, rejected: Rewards) 
 
 
 def length_report(
-    chosen: Rewards, rejected: Rewards, chosen_lengths: Rewards, rejected_lengths: Rewards, *, tolerance: float = 0.1
+    chosen: Rewards,
+    rejected: Rewards,
+    chosen_lengths: Rewards,
+    rejected_lengths: Rewards,
+    labels: Rewards | None = None,
+    *,
+    tolerance: float = 0.1,
 ) -> LengthReport:
     """Relate rewards to the answers' lengths (in any one unit)."""
     first, second = _checked(chosen, rejected)
     long_first, long_second = _checked(chosen_lengths, rejected_lengths)
-    right = correctness(first, second)
+    right = correctness(first, second, labels)
     gap = long_first - long_second
 
     def part(inside: npt.NDArray[np.bool_]) -> Share:

@@ -12,6 +12,24 @@ MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
 
+Column = Annotated[
+    list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="Map a column, for instance prompt=q.")
+]
+
+
+def columns_of(texts: list[str] | None) -> dict[str, str | None] | None:
+    """The values of ``--column``; ``OURS=`` hides the column. None where there are none."""
+    from rm_train.config import CANONICAL_COLUMNS
+
+    found: dict[str, str | None] = {}
+    for text in texts or []:
+        ours, equals, theirs = text.partition("=")
+        if not equals or ours not in CANONICAL_COLUMNS:
+            known = ", ".join(CANONICAL_COLUMNS)
+            raise typer.BadParameter(f"{text}: write OURS=THEIRS; ours are {known}", param_hint="--column")
+        found[ours] = theirs or None
+    return found or None
+
 
 def one_of(value: str, choices: tuple[str, ...], flag: str) -> Any:
     """The value, where it is one of the choices; wrong usage otherwise."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from rm_train.config import Columns
 from rm_train.human_assistant import is_human_assistant, parse_human_assistant
-from rm_train.row_reader import Content, Message, RowReader, content_of, finite, list_of
+from rm_train.row_reader import Content, Message, RowReader, content_of, finite, list_of, refuse_tools
 from rm_train.rows import Row
 
 
@@ -47,8 +47,7 @@ def row_to_pairs(row: Row, columns: Columns | None = None, source: str | None = 
     DataError.
     """
     reader = RowReader(row, columns or {})
-    if reader.get("tools"):
-        raise reader.error("tools", "tool schemas are not rendered; train without them by columns: {tools: null}")
+    refuse_tools(reader)
     if reader.has("completions"):
         return list(_kwise(reader, source))
     prompt, (chosen, rejected) = _contents(

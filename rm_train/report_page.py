@@ -221,7 +221,8 @@ def _findings(run: Run) -> str:
 def _mistakes(run: Run, text: bool) -> str:
     if not run.pairs:
         return ""
-    wrong = sorted((pair for pair in run.pairs if pair["chosen"] <= pair["rejected"]), key=_margin)
+    wrong = [pair for pair in run.pairs if pair["chosen"] <= pair["rejected"] and pair.get("label") != 0.5]
+    wrong.sort(key=_margin)
     if not wrong:
         return "<p>None: every chosen answer has the higher reward.</p>"
     head = f"<p>{len(wrong):,} of {len(run.pairs):,} pairs have no higher reward for the chosen answer. "

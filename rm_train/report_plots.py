@@ -197,7 +197,13 @@ def _reliability(run: Run) -> Figure | None:
     if not run.pairs or run.record is None:
         return None
     chosen, rejected = columns(run)
-    table = metrics.reliability(chosen, rejected, temperature=run.record.temperature)
+    table = metrics.reliability(
+        chosen,
+        rejected,
+        temperature=run.record.temperature,
+        labels=[pair.get("label", 1.0) for pair in run.pairs],
+        weights=[pair.get("weight", 1.0) for pair in run.pairs],
+    )
     used = [
         (row.confidence, row.accuracy, row.pairs)
         for row in table
@@ -243,7 +249,9 @@ def by_group(run: Run, name: str) -> list[tuple[str, int, float, float, float | 
             groups.setdefault(str(pair[name]), []).append(pair)
 
     def share(pairs: list[dict[str, Any]], margin: Callable[[dict[str, Any]], float]) -> float:
-        return float(np.mean([0.5 * (1 + np.sign(margin(pair))) for pair in pairs]))
+        return float(
+            np.mean([0.5 if pair.get("label") == 0.5 else 0.5 * (1 + np.sign(margin(pair))) for pair in pairs])
+        )
 
     found = []
     for group, pairs in groups.items():

@@ -84,6 +84,12 @@ class RowReader:
         return str(value)
 
 
+def refuse_tools(reader: RowReader) -> None:
+    """Raise DataError where the row holds tool schemas, which no rendering shows to the model."""
+    if reader.get("tools"):
+        raise reader.error("tools", "tool schemas are not rendered; leave them out by columns: {tools: null}")
+
+
 def finite(reader: RowReader, name: str, value: Any, low: float, high: float) -> float:
     """Check one number of a field."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -16,7 +16,10 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the source has it. ``where`` is ``file:line``, or ``file:row`` (from 1) where there are no lines."""
+    """One row as the source has it.
+
+    ``where`` is ``file:line``, or ``file:row`` (from 1) where there are no lines; no two rows of a source share it.
+    """
 
     where: str
     values: Mapping[str, Any]

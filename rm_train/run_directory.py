@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rm_core.checkpoint import RECORD_FILE, CheckpointRecord, read_record
 from rm_train.data import content_text, message_text, prompt_key
 from rm_train.encode import EncodedPair
@@ -85,8 +83,17 @@ def _is_unfinished(directory: Path) -> bool:
     config, record = directory / CONFIG_FILE, directory / CHECKPOINT / RECORD_FILE
     if not config.is_file():
         return False
-    # a checkpoint that is older than the config belongs to an earlier run of the same name
-    return not record.is_file() or record.stat().st_mtime_ns < config.stat().st_mtime_ns
+    return not record.is_file() or _is_of_an_earlier_run(record, config)
+
+
+def _is_of_an_earlier_run(record: Path, config: Path) -> bool:
+    """Whether a checkpoint is older than the config: a run of the same name left it, and this one has written none."""
+    return record.stat().st_mtime_ns < config.stat().st_mtime_ns
+
+
+def forget_evaluation(directory: Path) -> None:
+    """Remove the evaluation of an earlier run, so that no report takes it for that of the run which begins."""
+    (directory / EVALUATION_FILE).unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -108,7 +115,9 @@ def write_evaluation(
     ``bag_of_words`` are that model's margins, in the pairs' order.
     """
     margins = rewards.chosen - rewards.rejected
-    worst = {int(index) for index in np.argsort(margins, kind="stable")[:_WORST] if margins[index] <= 0}
+    # of two answers that are equally good neither is a mistake
+    wrong = [index for index, item in enumerate(encoded) if margins[index] <= 0 and item.pair.label != 0.5]
+    worst = set(sorted(wrong, key=lambda index: float(margins[index]))[:_WORST])
     lines = []
     for index, item in enumerate(encoded):
         pair = item.pair
@@ -119,6 +128,8 @@ def write_evaluation(
             "source": pair.source,
             "chosen": float(rewards.chosen[index]),
             "rejected": float(rewards.rejected[index]),
+            "label": 1.0 if pair.label is None else pair.label,
+            "weight": pair.weight,
             "chosen_length": len(content_text(pair.chosen)),
             "rejected_length": len(content_text(pair.rejected)),
             "truncated": item.truncated,
@@ -161,20 +172,28 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's files. Raises RunError where the directory holds none."""
+    """Read a run's files. Raises RunError where the directory holds none.
+
+    The checkpoint that an earlier run of the same name left is none of this run's.
+    """
     config = directory / CONFIG_FILE
     if not config.is_file():
         raise RunError(f"{directory}: holds no run (no {CONFIG_FILE}); name a directory that rm-train fit wrote")
     lines = _json_lines(directory / METRICS_FILE)
     check = directory / CHECK_FILE
     checkpoint = directory / CHECKPOINT
+    record = read_record(checkpoint) if checkpoint.is_dir() else None
+    pairs = _json_lines(directory / EVALUATION_FILE)
+    # a finished run has its evaluation, whatever times a copy of its files has
+    if record is not None and not pairs and _is_of_an_earlier_run(checkpoint / RECORD_FILE, config):
+        record = None
     return Run(
         directory,
         json.loads(config.read_text(encoding="utf-8")),
         [line for line in lines if "loss" in line],
         [line for line in lines if "eval_loss" in line],
-        read_record(checkpoint) if checkpoint.is_dir() else None,
-        _json_lines(directory / EVALUATION_FILE),
+        record,
+        pairs,
         json.loads(check.read_text(encoding="utf-8")) if check.is_file() else None,
     )
 

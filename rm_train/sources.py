@@ -5,7 +5,8 @@ decided in ``pairs.py``.
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rm_train.config import SourceConfig
@@ -26,6 +27,17 @@ def source_name(source: SourceConfig) -> str:
     for suffix in (*COMPRESSED, *SUFFIXES):
         name = name.removesuffix(suffix)
     return name
+
+
+def source_names(sources: Sequence[SourceConfig]) -> list[str]:
+    """A name for each source: ``source_name``, with the folder before it where two paths share that, or the path."""
+    names = {source.path: source_name(source) for source in sources}
+    taken = Counter(names.values())
+    names = {
+        path: f"{Path(path).absolute().parent.name}/{name}" if taken[name] > 1 else name for path, name in names.items()
+    }
+    taken = Counter(names.values())
+    return [source.path if taken[names[source.path]] > 1 else names[source.path] for source in sources]
 
 
 def read_rows(source: SourceConfig, on_error: ErrorHandler = raise_error) -> Iterator[Row]:

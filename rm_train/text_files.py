@@ -43,56 +43,15 @@ def _decompressed(path: Path) -> IO[bytes]:
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(path))
     if name.endswith(".zst"):
-        zstd = _import_zstd()
-        return io.BufferedReader(_ZstdReader(open(path, "rb"), zstd))
+        return io.BufferedReader(_import_pyarrow().CompressedInputStream(str(path), "zstd"))
     return open(path, "rb")
 
 
-def _import_zstd() -> Any:
-    for name in ("compression.zstd", "zstandard"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ImportError("reading .zst needs the package zstandard (pip install zstandard)")
-
-
-class _ZstdReader(io.RawIOBase):
-    """A zstandard file as a stream of bytes. The package's own readers take a file that was cut for a whole one."""
-
-    def __init__(self, file: IO[bytes], zstd: Any) -> None:
-        self._file, self._zstd = file, zstd
-        self._frame: Any = None
-        self._ahead = b""
-        self._plain = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._plain:
-            data = self._ahead or self._file.read(1 << 16)
-            self._ahead = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            if self._frame is None:
-                decompressor = self._zstd.ZstdDecompressor()
-                self._frame = decompressor.decompressobj() if hasattr(decompressor, "decompressobj") else decompressor
-            try:
-                self._plain = self._frame.decompress(data)
-            except self._zstd.ZstdError as error:
-                raise EOFError(str(error)) from None
-            if self._frame.eof:
-                self._ahead, self._frame = self._frame.unused_data, None
-        part, self._plain = self._plain[: len(buffer)], self._plain[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def _import_pyarrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ImportError("reading .zst needs pyarrow (pip install 'betterthan[train]')") from None
 
 
 # ------------------------------------------------------------------ JSON
@@ -155,6 +114,7 @@ def read_json(path: Path, on_error: ErrorHandler) -> Iterator[Row]:
         raise DataError(f"{path}:{line}", "is not valid UTF-8") from None
     decoder, blank = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
     position, line, counted = _skip(blank, text, 0), 1, 0
+    number, previous = 0, 0
     if text[position : position + 1] != "[":
         raise DataError(f"{path}:1", "must be a JSON list of objects, or one object per line")
     separator = "["
@@ -169,8 +129,11 @@ def read_json(path: Path, on_error: ErrorHandler) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise DataError(f"{path}:{at}", f"is not valid JSON: {_json_problem(error)}") from None
+        number += 1
+        # the place tells rows apart, and a list may stand on one line
+        where, previous = f"{path}:{line}" + (f" (row {number})" if line == previous else ""), line
         try:
-            yield _as_row(f"{path}:{line}", value)
+            yield _as_row(where, value)
         except DataError as error:
             on_error(error)
         position = _skip(blank, text, position)

@@ -94,6 +94,13 @@ def test_bag_of_words_is_near_the_known_accuracy_of_real_data(
     assert bag_of_words_accuracy(sides[0], sides[1]) == pytest.approx(expected, abs=0.05)
 
 
+def test_pairs_that_say_nothing_teach_the_bag_of_words_nothing() -> None:
+    for fields in ({"label": 0.5}, {"weight": 0.0}):
+        pairs = [Pair(f"q{index}", "good words", "bad words here", **fields) for index in range(4)]
+        assert BagOfWords(pairs).margins(pairs).tolist() == [0.0] * 4
+    assert longer_wins([Pair("q", "long", "b", label=0.5), Pair("q", "long", "b", label=0.6)]) == 0.75
+
+
 @pytest.mark.parametrize(("name", "expected"), [("ukp_convarg", 0.77), ("hh_harmless", 0.44), ("qa_feedback", 0.51)])
 def test_longer_wins_on_real_data(shared_data: Callable[[str], Path], name: str, expected: float) -> None:
     assert longer_wins(read_pairs(str(shared_data(f"{name}.jsonl")))) == pytest.approx(expected, abs=0.006)

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from rm_train.check import Allowance, parse_allowance
+from rm_train.check import Allowance, CheckInput, examine, parse_allowance
+from rm_train.config import SourceConfig
 from tests.train.runs import Quiet, make_config, text_rows, write_rows
 from tests.train.test_cli import run
 
@@ -155,3 +157,26 @@ def test_fit_prints_the_findings_first_and_keeps_them(tiny_base: Path, tmp_path:
     stored = json.loads((result.directory / "check.json").read_text())
     assert [finding["kind"] for finding in stored["findings"]] == ["identical", "empty", "duplicate"]
     assert "same?" not in json.dumps(stored)
+
+
+def test_fit_keeps_what_shows_in_the_rendered_pairs(tiny_base: Path, tmp_path: Path) -> None:
+    """The same findings as ``check --model`` has, at the same places; a row that is mixed in twice counts once."""
+    from rm_train.fit import fit
+
+    rows = [*text_rows(4), {"prompt": "long " * 40, "chosen": "a", "rejected": "b"}]
+    token = AutoTokenizer.from_pretrained(tiny_base).eos_token
+    held_out = [*text_rows(2, seed=9), {"prompt": "q", "chosen": f"a{token}b", "rejected": "c"}]
+    pairs, apart = write_rows(tmp_path / "pairs.jsonl", rows), write_rows(tmp_path / "eval.jsonl", held_out)
+    source = {"path": str(pairs), "mix_weight": 2.0}
+    config = make_config(tiny_base, tmp_path, pairs, apart, data={"train": [source]}, train={"max_steps": 1})
+    reporter = Quiet()
+    stored = json.loads((fit(config, reporter).directory / "check.json").read_text())
+    sources = [[SourceConfig(path=str(path))] for path in (pairs, apart)]
+    wanted = examine(CheckInput(*sources, model=str(tiny_base), max_length=128))
+    assert {kind["kind"]: [example["where"] for example in kind["examples"]] for kind in stored["findings"]} == {
+        finding.kind: finding.locations for finding in wanted.findings
+    }
+    assert {finding.kind for finding in wanted.findings} == {"over_long", "control_tokens"}
+    assert stored["max_length"] == 128
+    said = [text.split(": ")[2] for text in reporter.said if text.startswith("check: ")]
+    assert said == ["over_long (1 of 8)", "control_tokens (1 of 8)"]

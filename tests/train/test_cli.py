@@ -122,6 +122,37 @@ def test_eval_prints_a_table_or_json(tiny_checkpoint: Path, pairs: Path, capsys:
     assert limited["pairs"] == 4
 
 
+def test_columns_can_be_mapped_wherever_pairs_are_evaluated(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = text_rows(4)
+    file = write_rows(tmp_path / "plain.jsonl", rows)
+    best = {"prompt": "Which? ", "chosen": ["this one"], "rejected": ["a", "b"]}
+    named = [{"q": row["prompt"], "win": row["chosen"], "lose": row["rejected"], "prompt": "?"} for row in rows]
+    named.append({"q": best["prompt"], "win": best["chosen"], "lose": best["rejected"]})
+    other = write_rows(tmp_path / "named.jsonl", named)
+    columns = ["--column", "prompt=q", "--column", "chosen=win", "--column", "rejected=lose"]
+    wanted = json.loads(run(capsys, "eval", tiny_checkpoint, file, "--json")[1])
+    code, out, err = run(capsys, "eval", tiny_checkpoint, other, *columns, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["accuracy"] == wanted["accuracy"]
+    assert found["log_loss"] == pytest.approx(wanted["log_loss"])
+    assert found["best_of_n"]["prompts"] == 1
+    code, out, err = run(capsys, "compare", tiny_checkpoint, tiny_checkpoint, other, *columns, "--json")
+    assert code == 0, err
+    assert json.loads(out)["models"][1]["log_loss"] == pytest.approx(wanted["log_loss"])
+    source = save_classifier(tmp_path / "classifier")
+    code, _, err = run(capsys, "calibrate", source, other, *columns)
+    assert code == 0, err
+    record = read_record(source)
+    assert record is not None
+    assert record.metrics["pairs"] == 4
+    for command in ("eval", "calibrate"):
+        code, _, err = run(capsys, command, tiny_checkpoint, other, "--column", "winner=win")
+        assert (code, "write OURS=THEIRS" in err) == (2, True)
+
+
 def test_eval_gives_the_numbers_of_the_checkpoint(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,30 @@ def test_mixing_weight_repeats_rows_and_draws_the_fraction(tmp_path: Path) -> No
     assert len(half.eval) == 3
 
 
+def test_rows_of_a_list_on_one_line_are_mixed_and_drawn_one_by_one(tmp_path: Path) -> None:
+    path, held = tmp_path / "a.json", write(tmp_path / "e.jsonl", rows(3, "e"))
+    path.write_text(json.dumps(rows(10)), encoding="utf-8")
+    source = {"path": str(path), "mix_weight": 1.5}
+    data = load_fit_data(DataConfig(train=[source], eval=[held]), seed=0)
+    assert sorted(Counter(pair.prompt for pair in data.train).values()) == [1] * 5 + [2] * 5
+    limited = load_fit_data(DataConfig(train=[str(path)], eval=[held], limit=4), seed=0)
+    assert len({pair.prompt for pair in limited.train}) == 4
+    lines = write(tmp_path / "a.jsonl", rows(10))
+    as_lines = load_fit_data(DataConfig(train=[{**source, "path": lines}], eval=[held], limit=7), seed=0)
+    as_list = load_fit_data(DataConfig(train=[source], eval=[held], limit=7), seed=0)
+    assert [pair.prompt for pair in as_list.train] == [pair.prompt for pair in as_lines.train]
+
+
+def test_files_of_one_name_are_sources_of_their_own(tmp_path: Path) -> None:
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    paths = [write(tmp_path / folder / "train.jsonl", rows(3, folder)) for folder in "ab"]
+    held = write(tmp_path / "a" / "eval.jsonl", rows(2, "e"))
+    data = load_fit_data(DataConfig(train=paths, eval=[held, paths[0]]), seed=0)
+    assert [pair.source for pair in data.train] == ["a/train"] * 3 + ["b/train"] * 3
+    assert [pair.source for pair in data.eval] == ["eval"] * 2 + ["a/train"] * 3
+
+
 def test_limits_are_drawn_by_the_seed(tmp_path: Path) -> None:
     config = DataConfig(train=[write(tmp_path / "a.jsonl", rows(100))], limit=20, eval_limit=5)
     data, again, other = (load_fit_data(config, seed) for seed in (0, 0, 1))

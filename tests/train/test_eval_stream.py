@@ -99,6 +99,34 @@ def test_log_loss_counts_soft_labels_and_weights_as_training_does() -> None:
     assert quick_metrics(Rewards(chosen, rejected), pairs)["loss"] == expected
 
 
+def test_calibration_and_accuracy_count_soft_labels_and_weights() -> None:
+    """Differences 2, −2, 2, labels 3/4, 3/4, 1/2, weights 3, 1, 0.
+
+    What the model prefers is preferred by 3/4, 1/4 and 1/2, by weight (3·3/4 + 1/4)/4 = 5/8: the loss is least where
+    σ(2/T) = 5/8, T = 2/ln(5/3), and then confidence equals accuracy. Accuracies count right, wrong, even: (1 + 0 + 1/2)/3.
+    """
+    from rm_train.encode import EncodedPair
+    from rm_train.pairs import Pair
+
+    pairs = [
+        EncodedPair([1], [2], False, Pair("q", "long", "b", label=0.75, weight=3.0, category="c")),
+        EncodedPair([1], [2], False, Pair("r", "long", "b", label=0.75, weight=1.0, category="c")),
+        EncodedPair([1], [2], False, Pair("s", "long", "b", label=0.5, weight=0.0, category="even")),
+    ]
+    chosen, rejected = np.array([2.0, 0.0, 2.0]), np.array([0.0, 2.0, 0.0])
+    report = full_report(table_of(pairs, chosen, rejected))
+    calibration = report["calibration"]
+    assert calibration["temperature"] == pytest.approx(2 / math.log(5 / 3), rel=1e-6)
+    assert calibration["expected_error"] == pytest.approx(0.0, abs=1e-6)
+    (used,) = [row for row in calibration["reliability"] if row["pairs"]]
+    assert (used["pairs"], used["confidence"], used["accuracy"]) == (3, pytest.approx(0.625), pytest.approx(0.625))
+    assert report["accuracy"]["value"] == pytest.approx(0.5)
+    assert report["longer_wins"] == pytest.approx(2.5 / 3)
+    assert report["by_category"]["even"]["accuracy"] == 0.5
+    assert report["length"]["chosen_longer"]["accuracy"] == pytest.approx(0.5)
+    assert quick_metrics(Rewards(chosen, rejected), pairs)["accuracy"] == pytest.approx(0.5)
+
+
 def test_shares_of_processes_are_put_together_with_their_heads() -> None:
     whole = Rewards(np.arange(5.0), -np.arange(5.0), (np.arange(10.0).reshape(5, 2), np.ones((5, 2))))
     assert whole.heads is not None
@@ -153,11 +181,25 @@ def test_lists_of_answers_are_best_of_n_and_lists_of_messages_are_not() -> None:
         ({"prompt": "q", "chosen": ["a"]}, "rejected: is missing"),
         ({"prompt": "q", "chosen": ["a"], "rejected": [3]}, r"rejected\[0\]: must be text"),
         ({"prompt": "q", "chosen": ["a"], "rejected": [[{"role": "assistant", "content": "b"}]]}, "mixes text and"),
+        ({"prompt": "q", "chosen": ["a"], "rejected": ["b"], "tools": [{"name": "f"}]}, "tools: tool schemas are not"),
     ],
 )
 def test_wrong_best_of_n_row_is_named(row: dict[str, Any], named: str) -> None:
     with pytest.raises(DataError, match=rf"^f:1: .*{named}"):
         read_best_of(Row("f:1", row), {})
+
+
+def test_interval_resamples_best_of_n_rows_that_stand_on_one_line(tmp_path: Path) -> None:
+    """Of 400 prompts three quarters are right: 0.75 ± 1.96 · sqrt(0.75 · 0.25 / 400), about 0.708 to 0.792."""
+    file = tmp_path / "best.json"
+    file.write_text(json.dumps([{**BEST[0], "subset": None} for _ in range(400)]), encoding="utf-8")
+    rows = [
+        ScoredBestOf(np.array([float(index % 4 > 0), 0.5, 0.5, 0.5]), 1, None, None, item.where, False)
+        for index, item in enumerate(read_items(str(file)))
+    ]
+    accuracy = best_of_report(rows)["accuracy"]
+    assert accuracy["value"] == 0.75
+    assert (accuracy["low"], accuracy["high"]) == pytest.approx((0.708, 0.792), abs=0.01)
 
 
 def test_best_of_n_rows_are_no_training_pairs(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rm_train.encode import encode_pairs
 from rm_train.evaluation import Rewards
 from rm_train.fit import fit
 from rm_train.loop import DivergedError
+from rm_train.rows import DataError
 from tests.conftest import CHATML, byte_tokenizer, save_base
 from tests.train.runs import (
     RUN_FILES,
@@ -129,6 +130,30 @@ def test_base_stays_as_it_was(data: tuple[Path, Path], tiny_base: Path, tmp_path
     before = {path.name: path.read_bytes() for path in tiny_base.iterdir()}
     fit(make_config(tiny_base, tmp_path, *data, lora=None, train={"max_steps": 1}), Quiet())
     assert {path.name: path.read_bytes() for path in tiny_base.iterdir()} == before
+
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["pairs", "K-wise ranks"])
+def test_margins_that_are_asked_for_and_absent_are_refused(ranks: bool, tiny_base: Path, tmp_path: Path) -> None:
+    rows = text_rows(4)
+    if ranks:
+        rows = [{"prompt": row["prompt"], "completions": ["a", "b", "c"], "ranks": [1, 2, 3]} for row in rows]
+    file = write_rows(tmp_path / "pairs.jsonl", rows)
+    config = make_config(tiny_base, tmp_path, file, file, loss={"use_margin": True}, train={"max_steps": 1})
+    with pytest.raises(DataError, match=r"pairs\.jsonl: loss\.use_margin is true, but no training pair has a margin"):
+        fit(config, Quiet())
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_margins_that_are_not_used_are_said_once(tiny_base: Path, tmp_path: Path) -> None:
+    rows = text_rows(4)
+    file = write_rows(tmp_path / "pairs.jsonl", [{**rows[0], "margin": 2.0}, *rows[1:]])
+    for used in (False, True):
+        reporter = Quiet()
+        fit(make_config(tiny_base, tmp_path, file, file, loss={"use_margin": used}, train={"max_steps": 1}), reporter)
+        said = [text for text in reporter.said if text.startswith("margins: ")]
+        assert said == (
+            [] if used else ["margins: 1 of 4 training pairs have one, and loss.use_margin is false: not used"]
+        )
 
 
 def test_second_run_of_a_name_replaces_the_first(data: tuple[Path, Path], tiny_base: Path, tmp_path: Path) -> None:

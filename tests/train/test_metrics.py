@@ -20,6 +20,13 @@ def test_tie_counts_one_half() -> None:
     assert metrics.accuracy([2, 1, 3, 0], [1, 2, 3, 0]) == 0.5
 
 
+def test_pair_that_half_prefer_counts_one_half_whoever_wins() -> None:
+    """Right, wrong, right with the labels 1, 1, 1/2: (1 + 0 + 1/2) / 3; a label just above one half has a winner."""
+    assert metrics.correctness([1, 0, 1], [0, 1, 0], [1, 1, 0.5]).tolist() == [1.0, 0.0, 0.5]
+    assert metrics.accuracy([1, 0, 1], [0, 1, 0], [1, 1, 0.5]) == pytest.approx(0.5)
+    assert metrics.accuracy([1], [0], [0.51]) == 1.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rewards_that_are_no_numbers_are_an_error(bad: float) -> None:
     with pytest.raises(ValueError, match="rejected: 1 of 2 rewards are NaN or infinite"):
@@ -119,7 +126,12 @@ def test_weights_of_the_temperature_count_as_repetition() -> None:
     assert metrics.fit_temperature([1, 1, 1, 0], [0, 0, 0, 1]) == expected
     assert metrics.fit_temperature([1, 0], [0, 1], weights=[3, 1]) == expected
     assert metrics.fit_temperature([1], [0], labels=[0.75]) == expected
-    assert metrics.log_loss([1, 0], [0, 1], weights=[0, 0]) == metrics.log_loss([1, 0], [0, 1])
+
+
+def test_pairs_that_all_weigh_nothing_are_counted_alike() -> None:
+    chosen, rejected, nothing = [1, 1, 1, 0], [0, 0, 0, 1], [0] * 4
+    for measure in (metrics.log_loss, metrics.fit_temperature, metrics.expected_calibration_error, metrics.reliability):
+        assert measure(chosen, rejected, weights=nothing) == measure(chosen, rejected)
 
 
 def test_reliability_and_calibration_error() -> None:
@@ -134,6 +146,20 @@ def test_reliability_and_calibration_error() -> None:
     assert (table[5].low, table[5].high) == (0.75, 0.8)
     assert table[1].accuracy is None
     assert metrics.expected_calibration_error([d, d, 0, 0, 0], [0, 0, d, d, 0]) == pytest.approx(0.2)
+
+
+def test_calibration_weighs_pairs_and_counts_shares() -> None:
+    """d = ln 3 and −ln 3: confidence 3/4 in both. Label 0.9 where the model is right (weight 3): 0.9 agree; label 0.8
+    where it is wrong (weight 1): 0.2 agree. Accuracy (3·0.9 + 0.2)/4 = 0.725, gap 0.025; an even pair of weight 4 at
+    confidence 1 (d = 100): accuracy 1/2, gap 1/2. ECE = (4·0.025 + 4·0.5)/8 = 0.2625.
+    """
+    d = math.log(3) + 1e-9
+    chosen, rejected, labels, weights = [d, 0, 100], [0, d, 0], [0.9, 0.8, 0.5], [3, 1, 4]
+    table = metrics.reliability(chosen, rejected, labels=labels, weights=weights)
+    assert [row.pairs for row in table] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+    assert (table[5].accuracy, table[9].accuracy) == (pytest.approx(0.725), pytest.approx(0.5))
+    error = metrics.expected_calibration_error(chosen, rejected, labels=labels, weights=weights)
+    assert error == pytest.approx(0.2625, abs=1e-6)
 
 
 def test_certain_pairs_belong_to_the_last_bin() -> None:

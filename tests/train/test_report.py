@@ -1,6 +1,7 @@
 """The report of a run: one page that needs nothing else, with every part that the run has data for."""
 
 import base64
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rm_core.model import RewardModel
 from rm_train.fit import fit
 from rm_train.report import write_run_report
+from rm_train.report_plots import by_group
 from rm_train.run_directory import RunError, read_run
 from tests.train.runs import Killed, Quiet, kill_at, make_config, text_rows, write_rows
 from tests.train.test_cli import run
@@ -132,6 +135,38 @@ def test_unfinished_run_has_curves_and_says_so(tiny_base: Path, tmp_path: Path) 
     text, _ = parse(page)
     assert "the run is not finished" in text
     assert "--resume" in text
+
+
+def test_unfinished_second_run_does_not_show_what_the_first_one_left(tiny_base: Path, tmp_path: Path) -> None:
+    pairs = write_rows(tmp_path / "pairs.jsonl", text_rows(12))
+    directory = fit(make_config(tiny_base, tmp_path, pairs, train={"max_steps": 2}), Quiet()).directory
+    os.utime(directory / "config.json")  # a copy of a run may have any times
+    first = read_run(directory)
+    assert first.record is not None
+    assert first.pairs
+    with pytest.raises(Killed):
+        fit(make_config(tiny_base, tmp_path, pairs, train={"max_steps": 6, "batch_size": 2}), kill_at(3))
+    second = read_run(directory)
+    assert (second.record, second.pairs, len(second.steps)) == (None, [], 3)
+    text, _ = parse(write_run_report(directory)[0])
+    assert "the run is not finished" in text
+    assert first.record.reward_id not in text
+    assert RewardModel.load(str(directory / "checkpoint")).reward_id == first.record.reward_id, "it can still be served"
+
+
+def test_even_pairs_are_no_mistakes_and_count_half(tiny_base: Path, tmp_path: Path) -> None:
+    rows = [{**row, "category": "even", "label": 0.5} for row in text_rows(6)]
+    pairs = write_rows(tmp_path / "pairs.jsonl", rows)
+    config = make_config(tiny_base, tmp_path, pairs, pairs, train={"max_steps": 1})
+    directory = fit(config, Quiet()).directory
+    found = read_run(directory)
+    assert [pair["label"] for pair in found.pairs] == [0.5] * 6
+    assert not any("text" in pair for pair in found.pairs)
+    assert by_group(found, "category") == [("even", 6, 0.5, 0.5, 0.5)]
+    assert found.steps[0]["accuracy"] == 0.5
+    assert found.record is not None
+    assert found.record.metrics["bag_of_words"] == 0.5
+    assert "None: every chosen answer" in parse(write_run_report(directory)[0])[0]
 
 
 def test_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rm_train import tables, text_files
 from rm_train.config import SourceConfig, parse_source
 from rm_train.rows import DataError, Row
-from rm_train.sources import count_rows, read_rows, source_name
+from rm_train.sources import count_rows, read_rows, source_name, source_names
 
 ROWS = [{"prompt": "q", "chosen": "yes é", "rejected": "no"}, {"prompt": "r", "chosen": "a\nb", "rejected": 'c,"d"'}]
 
@@ -81,6 +81,15 @@ def test_places_are_lines_in_text_and_rows_in_tables(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", "parquet")
     places = {path.name: [row.where.rsplit(":", 1)[1] for row in read(path)] for path in tmp_path.iterdir()}
     assert places == {"a.jsonl": ["2", "3"], "a.json": ["3", "4"], "a.csv": ["2", "3"], "a.parquet": ["1", "2"]}
+
+
+def test_no_two_rows_of_a_json_list_share_a_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"a": 1}, 2, {"a": 3},\n{"a": 4\n}, {"a": 5}]', encoding="utf-8")
+    errors: list[DataError] = []
+    rows = list(read_rows(SourceConfig(path=str(path)), errors.append))
+    assert [row.where.removeprefix(f"{path}:") for row in rows] == ["1", "1 (row 3)", "2", "3"]
+    assert str(errors[0]) == f"{path}:1 (row 2): must be an object with named fields, not a number"
 
 
 def test_a_directory_is_read_file_by_file(tmp_path: Path) -> None:
@@ -152,47 +161,28 @@ def test_a_compressed_file_that_was_cut_raises_instead_of_ending_early(tmp_path:
         read(path)
 
 
-def test_zstandard_is_read_or_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decompressor is a stand-in with the interface of both packages: frames of "<" bytes ">", unused bytes behind."""
-
-    class Decompressor:
-        eof, unused_data = False, b""
-
-        def decompress(self, data: bytes) -> bytes:
-            if data.startswith(b"bad"):
-                raise SyntaxError("unknown frame")
-            body, end, rest = data.partition(b">")
-            self.eof, self.unused_data = bool(end), rest
-            return body.removeprefix(b"<")
+def test_zstandard_is_read_by_what_the_training_install_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two frames behind each other are one file, as `zstd -c a b > c` and parallel writers make them."""
+    import pyarrow as pa
 
     path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b'<{"a": 1}\n{"a"><: 2}\n>')
+    many = ROWS[1:] * 5000
+    parts = [pa.compress(lines(part), codec="zstd", asbytes=True) for part in (ROWS[:1], many)]
+    path.write_bytes(b"".join(parts))
+    assert [row.values for row in read(path)] == [*ROWS[:1], *many]
+    for cut in (3, len(parts[1]) - 2, len(parts[1]) + 5):
+        path.write_bytes(b"".join(parts)[:-cut])
+        with pytest.raises(DataError, match="cannot be read: Truncated compressed stream"):
+            read(path)
+    path.write_bytes(b"plain text")
+    with pytest.raises(DataError, match="cannot be read: ZSTD decompress failed"):
+        read(path)
 
     def absent(name: str) -> Any:
         raise ImportError(name)
 
     monkeypatch.setattr(text_files.importlib, "import_module", absent)
-    with pytest.raises(DataError, match=r"reading \.zst needs the package zstandard"):
-        read(path)
-    zstd = SimpleNamespace(ZstdDecompressor=Decompressor, ZstdError=SyntaxError)
-    monkeypatch.setattr(text_files.importlib, "import_module", lambda name: zstd)
-    assert [row.values for row in read(path)] == [{"a": 1}, {"a": 2}]
-    path.write_bytes(b'<{"a": 1}\n')
-    with pytest.raises(DataError, match="ends in the middle of a frame"):
-        read(path)
-    path.write_bytes(b"bad")
-    with pytest.raises(DataError, match="unknown frame"):
-        read(path)
-
-
-def test_real_zstandard_round_trip(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard", reason="the optional package zstandard is not installed")
-    path = tmp_path / "a.jsonl.zst"
-    whole = zstandard.compress(lines(ROWS[:1])) + zstandard.compress(lines(ROWS[1:]))
-    path.write_bytes(whole)
-    assert [row.values for row in read(path)] == ROWS
-    path.write_bytes(whole[:-5])
-    with pytest.raises(DataError, match="ends in the middle of a frame"):
+    with pytest.raises(DataError, match=r"reading \.zst needs pyarrow \(pip install 'betterthan\[train\]'\)"):
         read(path)
 
 
@@ -236,6 +226,17 @@ def test_a_file_that_is_absent_is_not_taken_for_a_hub_set(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no such file or directory"):
         list(read_rows(SourceConfig(path="data/pairs.jsonl")))
+
+
+def test_sources_of_one_name_are_told_apart_by_folder_or_path(tmp_path: Path) -> None:
+    def names(*paths: str) -> list[str]:
+        found = source_names([SourceConfig(path=f"{tmp_path}/{path}") for path in paths])
+        return [name.removeprefix(f"{tmp_path}/") for name in found]
+
+    assert names("a/x.jsonl", "b/x.jsonl", "y.csv", "b/x.jsonl") == ["a/x", "b/x", "y", "b/x"]
+    paths = ["1/a/x.jsonl", "2/a/x.jsonl", "b/x.jsonl", "c/z.csv", "c/z.jsonl"]
+    assert names(*paths) == [*paths[:2], "b/x", *paths[3:]]
+    assert source_names([SourceConfig(path="org/x"), SourceConfig(path="other/x")]) == ["org/x", "other/x"]
 
 
 def test_a_source_is_named_after_its_file(tmp_path: Path) -> None:
