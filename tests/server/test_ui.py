@@ -353,7 +353,7 @@ async def test_every_small_chart_has_two_values_at_its_axis(model: Any, serve_on
 async def test_a_second_run_keeps_the_button_until_its_own_answer(model: Any, serve_on_socket: Serve) -> None:
     async with serve_on_socket(model) as (url, _), browsing() as (page, complaints):
         held: list[Any] = []
-        await page.route("**/score", held.append)
+        await page.route("**/score", lambda route: held.append(route))
         await page.goto(url)
         for number in (1, 2):
             await page.get_by_label("Text of message 1").press("Control+Enter")
@@ -375,7 +375,7 @@ async def test_with_a_key_every_call_that_can_send_one_has_a_place_for_it(
             if options:
                 await page.get_by_label("Key", exact=True).fill(KEY)
                 await page.get_by_role("button", name="Use this key").click()
-            await page.wait_for_selector("#page-checkpoint:not([hidden]) pre")
+            await page.wait_for_selector("#page-checkpoint:not([hidden]) pre", state="attached")
             await page.evaluate("for (const hidden of document.querySelectorAll('details')) hidden.open = true")
             read = "all => all.map(e => [e.getAttribute('aria-label'), e.textContent])"
             found = dict(await page.eval_on_selector_all("#page-checkpoint pre", read))
