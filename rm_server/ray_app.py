@@ -12,7 +12,9 @@ Invariant: the gate decides where a request is answered, never what: every answe
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
@@ -25,7 +27,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,6 +42,8 @@ from rm_server.settings import ServerSettings, SettingsError, load_settings
 MAX_ONGOING_REQUESTS = 4096
 """Requests of one replica. It queues, orders and refuses by tokens itself; Ray's own default of 5 would starve it."""
 READY_SECONDS = 5.0
+LIVE_SECONDS = 10.0
+"""An open live page asks its replica anew so often: one that is to end waits for what it has begun."""
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _HOP_HEADERS = {b"content-length", b"transfer-encoding", b"connection", b"x-request-id"}
 
@@ -148,26 +152,54 @@ class Gate:
             headers = [(name, value) for name, value in request.headers.raw if name not in _HOP_HEADERS]
             headers.append((REQUEST_ID_HEADER.lower().encode(), (current_request_id() or "").encode()))
             call = Call(request.method, path, request.scope["query_string"], headers, body)
+            if path == "/ui/live":
+                return await self._stream(call)
             key = prompt_key(body, self._prefix_chars) if body else None
             answer = await self._forward(call, key, READY_SECONDS if path == "/ready" else None)
         finally:
             self._bodies.release(body)
         if path == "/metrics" and answer.status == 200:
             return Response(await self._all_metrics(), media_type=CONTENT_TYPE_LATEST)
-        response = Response(answer.body, answer.status)
-        response.raw_headers = answer.headers
-        return response
+        return _response(answer)
 
     async def _forward(self, call: Call, key: bytes | None, seconds: float | None) -> Answer:
         try:
-            answer: Answer = await asyncio.wait_for(self._scorers.forward.remote(call, prefix_key=key), seconds)
+            with _replica_errors():
+                answer: Answer = await asyncio.wait_for(self._scorers.forward.remote(call, prefix_key=key), seconds)
         except asyncio.TimeoutError:
             raise NotReadyError("no replica is there", 5) from None
-        except RayTaskError as error:  # the replica lives, and its application raised
-            raise InternalError(f"a replica failed: {type(error.cause).__name__}") from None
-        except (RayError, RayServeException):  # it ended, is ending, or cannot be reached
-            raise NotReadyError("the replica that was to answer this is gone; try again", 1) from None
         return answer
+
+    async def _stream(self, call: Call) -> Response:
+        """An answer without an end, all of it from one replica while that one is there."""
+        method = self._scorers.options(stream=True).stream
+        key = secrets.token_bytes(16)
+
+        def ask() -> Any:
+            return method.remote(call, LIVE_SECONDS, prefix_key=key)
+
+        async def parts(asked: Any) -> AsyncIterator[bytes]:
+            try:
+                with _replica_errors():
+                    while True:
+                        async for part in asked:
+                            yield part
+                        asked = ask()
+                        if (await anext(asked)).status != 200:
+                            return
+            except ServerError:
+                return  # too late for a status: the page asks again and is told
+            finally:
+                asked.cancel()
+
+        asked = ask()
+        with _replica_errors():
+            begin: Answer = await anext(asked)
+            if begin.status != 200:
+                return _response(begin._replace(body=b"".join([part async for part in asked])))
+        response = StreamingResponse(parts(asked), begin.status)
+        response.raw_headers = begin.headers
+        return response
 
     async def _all_metrics(self) -> bytes:
         try:
@@ -208,6 +240,23 @@ class _Merged(Collector):
     def collect(self) -> Iterable[Metric]:
         """For the exposition."""
         return self._families.values()
+
+
+@contextmanager
+def _replica_errors() -> Iterator[None]:
+    """What goes wrong on the way to a replica or in it, as ServerError."""
+    try:
+        yield
+    except RayTaskError as error:  # the replica lives, and its application raised
+        raise InternalError(f"a replica failed: {type(error.cause).__name__}") from None
+    except (RayError, RayServeException):  # it ended, is ending, or cannot be reached
+        raise NotReadyError("the replica that was to answer this is gone; try again", 1) from None
+
+
+def _response(answer: Answer) -> Response:
+    response = Response(answer.body, answer.status)
+    response.raw_headers = answer.headers
+    return response
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ Invariant: a request is answered by the application exactly as over a socket; a 
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from prometheus_client import Metric
@@ -11,7 +12,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from rm_server.app import create_app
-from rm_server.asgi_call import Answer, Call, answer
+from rm_server.asgi_call import Answer, Call, answer, stream
 from rm_server.loader import load_model
 from rm_server.logs import configure_logging, log_loop_problem
 from rm_server.service import ScoringService
@@ -60,6 +61,13 @@ class Scorer:
     async def forward(self, call: Call, prefix_key: bytes | None = None) -> Answer:
         """Answer one request. ``prefix_key`` is for the router alone."""
         return await answer(self._app, call)
+
+    async def stream(
+        self, call: Call, seconds: float, prefix_key: bytes | None = None
+    ) -> AsyncIterator[Answer | bytes]:
+        """Answer one request part by part, for so long. ``prefix_key`` is for the router alone."""
+        async for part in stream(self._app, call, seconds):
+            yield part
 
     def metrics(self) -> list[Metric]:
         """What this replica measured, each sample with the label ``replica``."""

@@ -1,10 +1,11 @@
-"""The compose stack without Docker: what each file names exists, and Prometheus' checker accepts config and rules."""
+"""The compose stack without Docker: what each file names exists, Prometheus' checker accepts config and rules, and the
+image's steps make a server in a folder of their own."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,9 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_compose_file_fits_the_compose_schema() -> None:
-    schema = os.environ.get("COMPOSE_SCHEMA")
-    if schema is None:
-        pytest.skip("COMPOSE_SCHEMA does not name compose-spec.json (github.com/compose-spec/compose-spec)")
-    jsonschema.validate(COMPOSE, json.loads(Path(schema).read_text(encoding="utf-8")))
+    from check_jsonschema.builtin_schemas import get_builtin_schema
+
+    jsonschema.validate(COMPOSE, get_builtin_schema("vendor.compose-spec"))
 
 
 def test_plain_up_starts_server_prometheus_and_grafana() -> None:
@@ -70,6 +70,42 @@ def test_images_are_built_here_or_pinned_to_a_version() -> None:
         assert "build" in service or re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]), name
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^FROM python:\d+\.\d+\.\d+-slim-bookworm$", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_steps_of_the_dockerfile_make_a_server_in_an_empty_environment(tmp_path: Path) -> None:
+    """Its COPY and pip lines, with this interpreter: needs an index (or wheels in PIP_FIND_LINKS), and gigabytes."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    app, venv = tmp_path / "app", tmp_path / "venv"
+    app.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": f"{venv / 'bin'}:{environment['PATH']}", "VIRTUAL_ENV": str(venv)}
+    environment |= dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+
+    def run(command: str, directory: Path) -> str:
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    steps = re.findall(r"^(COPY|RUN) (.*)$", text, re.MULTILINE)
+    assert [step for step, words in steps if "pip install" in words] == ["RUN"] * 3
+    for step, words in steps:
+        if step == "COPY":
+            *sources, target = words.split()
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, app / target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / source, app / target)
+        elif "pip install" in words:
+            run(words, app)
+    assert "--max-batch-tokens" in run("rm-server --help", tmp_path)
+    place = run("python -c 'import rm_server.ui_routes as page; page.ui_router; print(page.__file__)'", tmp_path)
+    assert Path(place.strip()).is_relative_to(venv), "it is installed, not found beside"
 
 
 def test_ports_are_for_this_machine_alone_and_differ() -> None:

@@ -23,8 +23,9 @@ COMMANDS = [
 
 RUN_BY = {
     "torchrun --standalone": "tests/train/test_processes.py::test_two_processes_equal_one",
-    "torchrun --nnodes 2": "tests/train/test_processes.py::test_nodes_that_met_equal_one_process_and_resume",
-    "serve run": "tests/server/test_ray_serve.py",
+    "torchrun --nnodes 2": "tests/train/test_processes.py::test_nodes_that_met_equal_one_process_and_resume_after_one_lost_its_process",
+    "serve run": "tests/server/test_ray_commands.py::test_serve_run_with_arguments_serves_until_it_is_interrupted",
+    "serve deploy": "tests/server/test_ray_commands.py::test_serve_deploy_hands_the_file_to_a_running_cluster",
     "sbatch": "tests/test_scale_page.py::test_the_slurm_script_starts_what_the_page_says",
 }
 """Commands whose machines are here, in small: the test that runs them."""
@@ -32,7 +33,6 @@ NOT_HERE = {
     "docker compose": "no Docker: tests/test_compose.py reads what it would run",
     "MODEL_DIR=": "no Docker: tests/test_compose.py reads what it would run",
     "pip install": "the environment that runs the tests was installed so",
-    "serve deploy": "needs Ray's dashboard; `serve run` with the same file is run",
 }
 
 
@@ -44,7 +44,8 @@ def test_every_command_is_run_by_a_test_or_it_is_known_why_not() -> None:
         assert any(command.startswith(known) for command in COMMANDS), known
     for test in RUN_BY.values():
         file, _, name = test.partition("::")
-        assert name in (ROOT / file).read_text(encoding="utf-8"), test
+        assert name.startswith("test_"), test
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 def test_configs_of_the_commands_parse() -> None:

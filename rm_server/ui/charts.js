@@ -1,7 +1,7 @@
 // Charts as SVG, drawn for the width they have, so that their text keeps its size on a narrow screen.
 
 import { h, number, percent, svg, whole } from "./dom.js";
-import { ticks } from "./stats.js";
+import { marks, ticks } from "./stats.js";
 
 const LEFT = 44;
 const BOTTOM = 22;
@@ -63,7 +63,7 @@ export function series(label, points, format, floor = null) {
     const x = (ago) => width - 10 - (ago / span) * (width - LEFT - 20);
     const y = (value) => height - BOTTOM - ((value - low) / (high - low)) * (height - BOTTOM - 12);
     const parts = [];
-    for (const value of ticks(low, high, 2)) parts.push(line(LEFT, y(value), width - 10, y(value), "grid"), text(LEFT - 6, y(value) + 4, format(value), "end"));
+    for (const value of marks(low, high)) parts.push(line(LEFT, y(value), width - 10, y(value), "grid"), text(LEFT - 6, y(value) + 4, format(value), "end"));
     parts.push(text(LEFT, height - 6, span >= 120 ? `${Math.round(span / 60)} min ago` : `${Math.round(span)} s ago`, "start"), text(width - 10, height - 6, "now", "end"));
     let path = "";
     let pen = "M";

@@ -116,7 +116,7 @@ function rendering(info, template) {
 function calls(info) {
   const address = new URL(".", location.href).href.replace(/\/$/, "");
   const needsKey = document.documentElement.dataset.needsKey === "true";
-  const blocks = TRAINERS.map(({ name, code }, i) => h("details", { open: i === 0 }, h("summary", {}, name), copyable(fillIn(code, address, info.reward_id), `Call from ${name}`)));
+  const blocks = TRAINERS.map(({ name, code }, i) => h("details", { open: i === 0 }, h("summary", {}, name), copyable(fillIn(code, address, info.reward_id, needsKey), `Call from ${name}`)));
   return card("Call it from a trainer", h("p", {}, "The reward_id pins this reward model: a run stops when another one is served in its place."),
-    needsKey ? h("p", {}, "This server asks for a key. slime, miles, LLaMA-Factory and OpenRLHF's and verl's routes send none: docs/integrations.md says what to do.") : null, blocks);
+    needsKey ? h("p", {}, "This server asks for a key: put yours in the place of “…”. slime, miles, LLaMA-Factory and OpenRLHF's and verl's routes send none: docs/integrations.md says what to do.") : null, blocks);
 }

@@ -192,8 +192,10 @@ export function startPlayground(section, info, checkpoint) {
       results.replaceChildren();
       say(error.message);
     } finally {
-      run.disabled = false;
-      run.textContent = "Score";
+      if (running === mine) {
+        run.disabled = false;
+        run.textContent = "Score";
+      }
     }
   }
 

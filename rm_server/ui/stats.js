@@ -52,3 +52,10 @@ export function ticks(low, high, count = 4) {
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
   return found;
 }
+
+// What a small chart writes at its axis: at least two values, or its scale could not be read.
+export function marks(low, high) {
+  const round = ticks(low, high, 2);
+  if (round.length === 1) return [round[0], high - round[0] < round[0] - low ? low : high];
+  return round.length ? round : [low, high];
+}

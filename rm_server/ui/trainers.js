@@ -27,4 +27,11 @@ reward_model: RM/v1/score/evaluation` },
   { name: "SGLang's clients", code: `curl RM/classify -d '{"text": ["text"]}'` },
 ];
 
-export const fillIn = (code, address, rewardId) => code.replaceAll("RM", address).replaceAll("sha256:…", rewardId);
+// Where a server asks for a key, and the trainer can send one, the call has a place for it.
+const withKey = (code) => (code.includes("api_key") ? code : code
+  .replace('reward_id="', 'api_key="…", reward_id="')
+  .replace(/^(.*\.)url=.*$/m, "$&\n$1api_key=…")
+  .replace("curl ", "curl -H 'Authorization: Bearer …' "));
+
+export const fillIn = (code, address, rewardId, needsKey) =>
+  (needsKey ? withKey(code) : code).replaceAll("RM", address).replaceAll("sha256:…", rewardId);

@@ -26,12 +26,14 @@ HEAD = """
 import json, sys, ray
 from ray import serve
 from ray.util import list_named_actors
-found = ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=sys.argv[1],
-                 log_to_driver=False, configure_logging=False)
-print(found.address_info["gcs_address"], flush=True)
+found = ray.init(num_cpus=8, include_dashboard=sys.argv[2] == "dashboard", object_store_memory=80_000_000,
+                 _temp_dir=sys.argv[1], log_to_driver=False, configure_logging=False)
+print(found.address_info["gcs_address"], found.dashboard_url, flush=True)
 for line in sys.stdin:
     command, _, name = line.strip().partition(" ")
     names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if "#Scorer#" in actor["name"]]
+    if command == "start":
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(name)})
     if command == "kill":
         ray.kill(ray.get_actor(names[0], namespace="serve"), no_restart=True)
     applications = serve.status().applications
@@ -56,12 +58,12 @@ class Cluster:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         assert head.stdout is not None
-        address = head.stdout.readline().strip()
+        address, _, dashboard = head.stdout.readline().strip().partition(" ")
         assert address, "the cluster did not start"
-        self._environment = {**environment, "RAY_ADDRESS": address}
+        self.environment = {**environment, "RAY_ADDRESS": address, "RAY_DASHBOARD_ADDRESS": f"http://{dashboard}"}
 
     def ask(self, command: str = "status") -> dict[str, Any]:
-        """`status`, or `kill`: end a replica at once."""
+        """`status`; `start PORT`: the proxy, without an application; `kill`: end a replica at once."""
         assert self._head.stdin is not None
         assert self._head.stdout is not None
         print(command, file=self._head.stdin, flush=True)
@@ -81,15 +83,30 @@ class Cluster:
         }
         file = self._directory / "serve.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        done = subprocess.run(
-            [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", str(file)],
-            env=self._environment,
+        self.run(["serve", "run", "--non-blocking", str(file)])
+
+    def run(self, command: list[str], **environment: str) -> None:
+        """Run a command of Ray's to its end."""
+        with self.running(command, **environment) as process:
+            said, _ = process.communicate()
+        assert process.returncode == 0, said
+
+    @contextmanager
+    def running(self, command: list[str], **environment: str) -> "Iterator[subprocess.Popen[str]]":
+        """Run a command of Ray's beside the test. What it says can be read from its stdout."""
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / command[0]), *command[1:]],
+            env={**self.environment, **environment},
             cwd=self._directory,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def is_running(self) -> bool:
         """Every application runs with all its replicas. AssertionError where one failed."""
@@ -125,8 +142,8 @@ class Cluster:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
-    """A head node without dashboard, in a folder whose name is short enough for Ray's sockets."""
+def cluster(*, dashboard: bool = False) -> Iterator[Cluster]:
+    """A head node, in a folder whose name is short enough for Ray's sockets."""
     directory = Path(tempfile.mkdtemp(prefix="rs", dir="/tmp"))
     environment = {
         **os.environ,
@@ -138,7 +155,7 @@ def cluster() -> Iterator[Cluster]:
         "PYTHONPATH": str(ROOT),
     }
     head = subprocess.Popen(
-        [sys.executable, "-c", HEAD, str(directory)],
+        [sys.executable, "-c", HEAD, str(directory), "dashboard" if dashboard else "alone"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +166,9 @@ def test_every_route_answers_through_ray_as_it_does_alone(ray: Cluster, checkpoi
         ("GET", "/health", None),
         ("GET", "/ready", None),
         ("GET", "/openapi.json", None),
+        ("GET", "/", None),
+        ("GET", "/ui/app.js", None),
+        ("GET", "/ui/checkpoint", None),
         ("POST", "/score", {"prompt": 1}),
         ("POST", "/score", "no object"),
         ("PUT", "/score", {}),
@@ -182,9 +186,31 @@ def test_every_route_answers_through_ray_as_it_does_alone(ray: Cluster, checkpoi
     for (method, url, body), wanted in zip(calls, ask_one_server(checkpoints[0], calls), strict=True):
         found = httpx.request(method, ray.url + url, json=body, headers={"X-Request-ID": "mine"}, timeout=60)
         assert found.status_code == wanted.status_code, (url, found.text)
-        assert stable(found.json()) == stable(wanted.json()), url
+        if "json" in wanted.headers["content-type"]:
+            assert stable(found.json()) == stable(wanted.json()), url
+        else:
+            assert found.content == wanted.content, url
         assert found.headers["content-type"] == wanted.headers["content-type"]
         assert found.headers.get_list("x-request-id") == ["mine"], url
+
+
+@pytest.mark.parametrize("seconds", [3, 13])
+def test_the_live_page_is_given_its_events(ray: Cluster, seconds: int) -> None:
+    """Longer than a replica is asked at a time, too: the events go on."""
+    started, times = time.monotonic(), []
+    with httpx.stream("GET", f"{ray.url}/ui/live", timeout=60) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                times.append(json.loads(line.removeprefix("data: "))["time"])
+            if time.monotonic() - started > seconds:
+                break
+    assert seconds - 1 <= len(times) <= 2 * seconds + 2
+    assert times == sorted(times)
+    assert times[-1] - times[0] > seconds - 2
+    refused = httpx.post(f"{ray.url}/ui/live", timeout=60)
+    assert refused.status_code == 405
 
 
 def test_what_is_not_json_is_refused_in_the_servers_own_words(ray: Cluster) -> None:

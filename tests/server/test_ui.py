@@ -1,5 +1,6 @@
 """The page at ``/``: what it is made of, who may have it, and what a browser does with it."""
 
+import ast
 import asyncio
 import json
 import math
@@ -332,6 +333,70 @@ async def test_first_paint_is_within_a_second_and_little_is_transferred(model: A
     assert min(paints) < 1000
     assert 20_000 < sent < 200_000
     assert complaints == []
+
+
+async def test_every_small_chart_has_two_values_at_its_axis(model: Any, serve_on_socket: Serve) -> None:
+    """Batch fill of 45 % had 0 % alone: the next round value, 50 %, is outside."""
+    ranges = [[0, 0.45], [0, 1], [0.31, 0.38], [0.51, 0.95], [-3.2, -3.1], [0, 7], [0, 123456], [0.301, 0.351]]
+    draw = "([low, high]) => import('/ui/charts.js').then(m => m.series('x', [[60, low], [0, high]], String)(400)"
+    read = "[...chart.querySelectorAll('text[text-anchor=end]')].map(e => e.textContent).filter(t => t !== 'now')"
+    async with serve_on_socket(model) as (url, _), browsing() as (page, complaints):
+        await page.goto(url)
+        for low, high in ranges:
+            shown = [float(value) for value in await page.evaluate(f"{draw}).then(chart => {read})", [low, high])]
+            assert len(set(shown)) == len(shown) >= 2, (low, high, shown)
+            assert all(low <= value <= high + 1e-9 for value in shown), (low, high, shown)
+            assert max(shown) - min(shown) > 0.3 * (high - low), (low, high, shown)
+    assert complaints == []
+
+
+async def test_a_second_run_keeps_the_button_until_its_own_answer(model: Any, serve_on_socket: Serve) -> None:
+    async with serve_on_socket(model) as (url, _), browsing() as (page, complaints):
+        held: list[Any] = []
+        await page.route("**/score", lambda route: held.append(route))
+        await page.goto(url)
+        for number in (1, 2):
+            await page.get_by_label("Text of message 1").press("Control+Enter")
+            while len(held) < number:
+                await page.evaluate("new Promise(done => setTimeout(done, 10))")
+        assert await page.get_by_role("button", name="Scoring…").is_disabled()
+        await held[1].continue_()
+        await page.wait_for_selector("#rewards")
+        assert await page.get_by_role("button", name="Score", exact=True).is_enabled()
+    assert complaints == []
+
+
+async def test_with_a_key_every_call_that_can_send_one_has_a_place_for_it(
+    model: Any, serve_on_socket: Serve, keys: dict[str, str]
+) -> None:
+    async def calls(options: dict[str, str]) -> dict[str, str]:
+        async with serve_on_socket(model, **options) as (url, _), browsing() as (page, complaints):
+            await page.goto(f"{url}/#checkpoint")
+            if options:
+                await page.get_by_label("Key", exact=True).fill(KEY)
+                await page.get_by_role("button", name="Use this key").click()
+            await page.wait_for_selector("#page-checkpoint:not([hidden]) pre", state="attached")
+            await page.evaluate("for (const hidden of document.querySelectorAll('details')) hidden.open = true")
+            read = "all => all.map(e => [e.getAttribute('aria-label'), e.textContent])"
+            found = dict(await page.eval_on_selector_all("#page-checkpoint pre", read))
+        assert complaints == []
+        return {name.removeprefix("Call from "): text for name, text in found.items() if "Call from" in name}
+
+    open_to_all, with_key = await calls({}), await calls(keys)
+    assert {name for name, text in open_to_all.items() if "…" in text} == {"OpenRLHF, with a key"}
+    placed = {name: text for name, text in with_key.items() if "…" in text}
+    clients = {"vLLM's clients", "SGLang's clients"}
+    assert placed.keys() == {"TRL", "OpenRLHF, with a key", "verl", "ms-swift"} | clients
+    for name, text in placed.items():
+        if name in clients:
+            assert "-H 'Authorization: Bearer …'" in text
+        elif name == "verl":
+            assert "\n+reward.custom_reward_function.reward_kwargs.api_key=…\n" in text
+        else:
+            given = [
+                word.arg for call in ast.walk(ast.parse(text)) if isinstance(call, ast.Call) for word in call.keywords
+            ]
+            assert given.count("api_key") == 1, text
 
 
 async def test_a_server_without_a_record_or_a_template_is_shown_too(fake: Any, serve_on_socket: Serve) -> None:
