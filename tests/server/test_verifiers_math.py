@@ -191,7 +191,7 @@ def test_reference_that_cannot_be_compared_is_an_error_and_not_a_wrong_answer(re
         ("答案 是 42", "42", "41"),
         ("\\frac{1}{2} \\text{ of the way there}", "0.5", "2"),
         ("2 \\sqrt{3}", "\\sqrt{12}", "3"),
-        ("2ab", "2ab", "2"),
+        ("2ab", "2ab", "3"),
         ("x = 4", "4", "5"),
         ("Paris", "\\text{Paris}", "\\text{Rome}"),
     ],
