@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rm_client.answers import Row, ServerInfo
-from rm_client.batches import group_by_prompt
+from rm_client.batches import answer_start, group_by_prompt
 from rm_client.calls import Completion, Text
 from rm_client.lazy import LazyClient
 
@@ -130,7 +130,7 @@ class OpenRLHFReward:
     ``scores`` lie in (0, 1), as OpenRLHF's filter of groups wants them: the logistic function of the reward,
     standardised with the mean and spread that `/info` states; of a server with verifiers only, the reward itself, held
     between 0 and 1. All are float32 tensors [N].
-    ``send_label``: pass ``labels`` on to the server's verifiers, which then read the answer without its prompt.
+    ``send_label``: pass ``labels`` on to the server's verifiers. Verifiers read the answer without its prompt.
     """
 
     def __init__(self, url: str, *, send_label: bool = False, **client: Any) -> None:
@@ -147,8 +147,9 @@ class OpenRLHFReward:
         if self._info is None:
             self._info = client.info()
         row: Row
-        if self._send_label:
-            batch = group_by_prompt(*_split_queries(queries, prompts), references=labels)
+        if self._send_label or _has_verifiers(self._info):
+            references = labels if self._send_label else None
+            batch = group_by_prompt(*_split_queries(queries, prompts), references=references)
             groups = client.score_groups(batch.groups, text_as="templated")
             row = batch.flat(groups.rewards)
             truncated = None if groups.truncated is None else batch.flat(groups.truncated)
@@ -203,12 +204,18 @@ def _split_queries(queries: Sequence[str], prompts: Sequence[str]) -> tuple[list
     """Each query as what stands up to the end of its prompt (a BOS may be in front of it), and the answer."""
     before, answers = [], []
     for i, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
-        at = query.find(prompt)
-        if at < 0 or not prompt:
+        at = answer_start(query, prompt) if prompt else None
+        if at is None:
             raise ValueError(f"queries[{i}] does not hold prompts[{i}], so its answer cannot be told from its prompt")
-        before.append(query[: at + len(prompt)])
-        answers.append(query[at + len(prompt) :])
+        before.append(query[:at])
+        answers.append(query[at:])
     return before, answers
+
+
+def _has_verifiers(info: ServerInfo) -> bool:
+    """Whether the server's reward has a part that reads the answer's text."""
+    parts = (info.raw.get("recipe") or {}).get("parts", {})
+    return any(part.get("kind") != "model" for part in parts.values())
 
 
 def _score(reward: float, info: ServerInfo) -> float:

@@ -4,6 +4,7 @@ Invariant: every item gets the reward of its own completion, whatever the order 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +13,13 @@ from rm_client.calls import Completion, Text, plain_value
 from rm_client.errors import InvalidRequestError
 
 T = TypeVar("T")
+
+_SPECIAL = re.compile(r"<[^<>\s]{1,40}>|\[\w{1,20}\]")
+_FRONT = re.compile(rf"(?:{_SPECIAL.pattern})*\s*")
+_LEAST_TAIL = 16
+"""Characters of a prompt that was cut on the left which must be there, or a match would be chance."""
+_MOST_TAILS = 64
+"""Places looked at for such a tail, so that no text costs more than a few passes over it."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +78,25 @@ def plain_messages(text: Any) -> Any:
     if isinstance(text, str | Mapping):
         return text
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in text]
+
+
+def answer_start(query: str, prompt: str) -> int | None:
+    """Where the answer begins in a templated text that holds prompt and answer; None where that cannot be told.
+
+    Special tokens that the prompt does not have (BOS, padding) may stand in front of it, and the prompt may have lost
+    its beginning to a limit of length, behind a BOS or not.
+    """
+    front = _FRONT.match(query)
+    at = query.find(prompt, 0, (front.end() if front else 0) + len(prompt))
+    if at >= 0:
+        return at + len(prompt)
+    first = _SPECIAL.match(query)
+    for begin in {0, first.end() if first else 0}:
+        head, place = query[begin : begin + _LEAST_TAIL], 0
+        for _ in range(_MOST_TAILS if len(head) == _LEAST_TAIL else 0):
+            place = prompt.find(head, place + 1)
+            if place < 0:
+                break
+            if query.startswith(prompt[place:], begin):
+                return begin + len(prompt) - place
+    return None

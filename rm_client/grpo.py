@@ -9,7 +9,8 @@ Shapes: B prompts, G answers each, T tokens of the longest answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -33,7 +34,8 @@ Aggregation: TypeAlias = Literal["sequence", "grpo", "dr_grpo", "dapo"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut off above this before ``exp`` (e^20 = 4.9e8; fp32 overflows at 88). Below, ``exp`` only nears 0
-and nothing is cut. Where a ratio is cut, no gradient passes through its ``exp``; how often is reported."""
+and nothing is cut. No gradient passes through a ratio that is cut; k3 goes on in a straight line, so that a policy far
+below its reference is still pulled back. How often either happens is reported."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +65,72 @@ def k3_kl(log_probs: Any, ref_log_probs: Any, *, limit: float = LOG_RATIO_LIMIT)
     """The k3 estimate of KL(new ‖ ref), per entry: exp(d) − d − 1 with d = ref − new.
 
     Any shape, the same for both, in nats; unreduced. Never negative, 0 where the two agree. Its mean over answers
-    sampled from the *new* policy is KL(new ‖ ref): hence d = ref − new, not new − ref. d is cut off above ``limit``
-    (exp would overflow); the reference is a constant. NumPy gives NumPy float64, torch gives torch in fp32 at least.
+    sampled from the *new* policy is KL(new ‖ ref): hence d = ref − new, not new − ref. Above ``limit``, where exp would
+    overflow, its tangent goes on: exp(limit) · (1 + d − limit) − d − 1. The reference is a constant. NumPy gives NumPy
+    float64, torch gives torch in fp32 at least.
     """
     if is_tensor(log_probs):
         import torch
 
         new = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-        d = (ref_log_probs.detach().to(new.dtype) - new).clamp(max=limit)
-        return (torch.expm1(d) - d).clamp(min=0.0)  # expm1: exp(d) − 1 loses all digits for small d
+        d = ref_log_probs.detach().to(new.dtype) - new
+        near, beyond = d.clamp(max=limit), torch.relu(d - limit)
+        # expm1: exp(d) − 1 loses all digits for small d
+        return (torch.expm1(near) - near + math.expm1(limit) * beyond).clamp(min=0.0)
     new_policy, reference = np.asarray(log_probs, dtype=np.float64), np.asarray(ref_log_probs, dtype=np.float64)
-    difference = np.minimum(reference - new_policy, limit)
-    return np.maximum(np.expm1(difference) - difference, 0.0)
+    difference = reference - new_policy
+    close, farther = np.minimum(difference, limit), np.maximum(difference - limit, 0.0)
+    return np.maximum(np.expm1(close) - close + math.expm1(limit) * farther, 0.0)
 
 
+@overload
 def grpo_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = ...,
+    rewards: Any = ...,
+    advantages: torch.Tensor | None = ...,
+    clip_eps: float = ...,
+    kl_coeff: float = ...,
+    aggregation: Aggregation = ...,
+    mask: torch.Tensor | None = ...,
+    *,
+    clip_eps_high: float | None = ...,
+    max_length: int | None = ...,
+    scale: Scale = ...,
+    ddof: int = ...,
+    eps: float = ...,
+    limit: float = ...,
+) -> tuple[torch.Tensor, GRPOStats]: ...
+@overload
+def grpo_loss(
+    log_probs: Array,
+    old_log_probs: Array,
+    ref_log_probs: Array | None = ...,
+    rewards: Any = ...,
+    advantages: Array | None = ...,
+    clip_eps: float = ...,
+    kl_coeff: float = ...,
+    aggregation: Aggregation = ...,
+    mask: Array | None = ...,
+    *,
+    clip_eps_high: float | None = ...,
+    max_length: int | None = ...,
+    scale: Scale = ...,
+    ddof: int = ...,
+    eps: float = ...,
+    limit: float = ...,
+) -> tuple[np.floating[Any], GRPOStats]: ...
+def grpo_loss(
+    log_probs: Any,
+    old_log_probs: Any,
+    ref_log_probs: Any = None,
     rewards: Any = None,
-    advantages: torch.Tensor | None = None,
+    advantages: Any = None,
     clip_eps: float = 0.2,
     kl_coeff: float = 0.05,
     aggregation: Aggregation = "sequence",
-    mask: torch.Tensor | None = None,
+    mask: Any = None,
     *,
     clip_eps_high: float | None = None,
     max_length: int | None = None,
@@ -94,7 +138,7 @@ def grpo_loss(
     ddof: int = 1,
     eps: float = 1e-4,
     limit: float = LOG_RATIO_LIMIT,
-) -> tuple[torch.Tensor, GRPOStats]:
+) -> tuple[Any, GRPOStats]:
     """Loss (a scalar with gradient) and its statistics, from log-probabilities in nats.
 
     With ρ = exp(log_probs − old_log_probs) and A the advantage, each entry costs
@@ -112,10 +156,24 @@ def grpo_loss(
     ``mask``: bool or 0/1, True for what counts: tokens [B, G, T], or answers [B, G]. What is masked may hold anything,
     NaN too. ``clip_eps_high``: upper side of the clip, default ``clip_eps`` (DAPO's "clip higher").
 
-    Computed in fp32 at least. Raises ValueError for shapes that do not fit. Nothing to average gives a loss of 0.
+    Computed in fp32 at least, by torch; NumPy's ``log_probs`` give NumPy's loss, a number without gradient. Raises
+    ValueError for shapes that do not fit. Nothing to average gives a loss of 0.
     """
     import torch
 
+    if not is_tensor(log_probs):
+        loss, stats = grpo_loss(
+            _as_tensor(log_probs), old_log_probs, ref_log_probs, rewards, advantages, clip_eps, kl_coeff, aggregation,
+            mask, clip_eps_high=clip_eps_high, max_length=max_length, scale=scale, ddof=ddof, eps=eps, limit=limit,
+        )  # fmt: skip
+        if stats.advantages is not None:
+            arrays = stats.advantages.advantages.numpy()
+            stats = replace(stats, advantages=replace(stats.advantages, advantages=arrays))
+        return loss.numpy()[()], stats
+    old_log_probs, ref_log_probs, advantages, mask = (
+        None if value is None else _as_tensor(value, log_probs)
+        for value in (old_log_probs, ref_log_probs, advantages, mask)
+    )
     if (rewards is None) == (advantages is None):
         raise ValueError("give rewards or advantages, one of the two")
     if aggregation not in ("sequence", "grpo", "dr_grpo", "dapo"):
@@ -186,6 +244,15 @@ def grpo_loss(
             advantages=report,
         )
     return loss, stats
+
+
+def _as_tensor(value: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor as it is; NumPy's array, or lists, as a copy on the device of ``like``."""
+    import torch
+
+    if is_tensor(value):
+        return value
+    return torch.tensor(np.ascontiguousarray(value), device=None if like is None else like.device)
 
 
 def _tensor_like(rewards: Any, like: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,11 @@ class Call:
         """Whether a model takes part in the reward; not on a server with verifiers only."""
         return self.service.rewards is None or self.service.rewards.recipe.model_part is not None
 
+    @property
+    def has_verifiers(self) -> bool:
+        """Whether parts of the reward read the answer's text."""
+        return self.service.rewards is not None and bool(self.service.rewards.recipe.verifiers)
+
     def policy_texts(self, texts: Sequence[str], path: str) -> list[ItemInput]:
         """Texts as a policy's tokens decode: each is finished if it stops at an end token, unless the URL says more."""
         finished = True if self.options.finished == "always" else None

@@ -33,7 +33,8 @@ LLAMA_FACTORY_DEADLINE_MS = 3_600_000.0
 async def openrlhf(call: Call, data: Any) -> dict[str, Any]:
     """`{"query", "prompts", "labels"}` -> `{"rewards", "scores", "extra_logs"}`, lists of N."""
     request = parse_as(OpenRLHFRequest, data)
-    inputs = for_verifiers(call.policy_texts(request.query, "query"), request.prompts, request.labels)
+    inputs = call.policy_texts(request.query, "query")
+    inputs = for_verifiers(inputs, request.prompts, request.labels, wants_answers=call.has_verifiers)
     outcome = await call.score(inputs)
     record = outcome.model.record
     mean, std = (0.0, 1.0) if record is None else (record.reward_mean, record.reward_std or 1.0)
@@ -54,19 +55,33 @@ async def openrlhf(call: Call, data: Any) -> dict[str, Any]:
     }
 
 
-def for_verifiers(inputs: list[ItemInput], prompts: list[Any] | None, labels: list[Any] | None) -> list[ItemInput]:
-    """Add what a recipe's verifiers want beside the whole text: the answer without its prompt, and the reference."""
+def for_verifiers(
+    inputs: list[ItemInput], prompts: list[Any] | None, labels: list[Any] | None, *, wants_answers: bool
+) -> list[ItemInput]:
+    """Add what a recipe's verifiers want beside the whole text: the answer without its prompt, and the reference.
+
+    ``wants_answers``: there are verifiers. Raises InvalidRequestError where the answer cannot be told from its prompt.
+    """
     for name, column in (("prompts", prompts), ("labels", labels)):
         if column and inputs and len(column) != len(inputs):
             raise InvalidRequestError(f"{name}: there are {len(column)} of them for {len(inputs)} texts in query")
     added = []
     for i, item in enumerate(inputs):
-        prompt = prompts[i] if prompts else None
-        text = item.completion
-        if isinstance(prompt, str) and isinstance(text, str) and text.startswith(prompt):
-            item = replace(item, answer=text[len(prompt) :])
+        if wants_answers and prompts:
+            item = replace(item, answer=_answer_after(item.completion, prompts[i], i))
         added.append(replace(item, reference=labels[i]) if labels else item)
     return added
+
+
+def _answer_after(query: Any, prompt: Any, i: int) -> str:
+    from rm_client.batches import answer_start  # not at start-up: it brings the HTTP client along
+
+    at = answer_start(query, prompt) if isinstance(query, str) and isinstance(prompt, str) else None
+    if at is None:
+        raise InvalidRequestError(
+            f"prompts[{i}]: query[{i}] does not begin with it, so the answer cannot be told from the prompt"
+        )
+    return str(query[at:])
 
 
 async def reward_url(call: Call, data: Any) -> Any:

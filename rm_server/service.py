@@ -159,7 +159,10 @@ class ScoringService:
     def begin_drain(self) -> None:
         """Admit nothing more. What was admitted goes on."""
         self.state = "draining"
-        self.admission.close(DrainingError("the server is shutting down", 5))
+        error = DrainingError("the server is shutting down", 5)
+        self.admission.close(error)
+        if self.rewards is not None:
+            self.rewards.turn_away(error)
 
     async def drain(self, grace_seconds: float) -> None:
         """Admit nothing more, wait for what was admitted, and fail what is not done after the grace period."""
@@ -293,7 +296,9 @@ class ScoringService:
             verdicts = (
                 None
                 if self.rewards is None
-                else self.rewards.begin(inputs, engine.model, is_templated=options.text_as == "templated")
+                else await self.rewards.begin(
+                    inputs, engine.model, deadline - self.clock(), is_templated=options.text_as == "templated"
+                )
             )
             if self.rewards is None or self.rewards.recipe.model_part is not None:
                 await self._intake.feed(engine, request, inputs, options, deadline, settled)

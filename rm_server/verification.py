@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -56,6 +57,8 @@ class RecipeRewards:
         """Items that are being verified."""
         self._max_items = max_items
         self._open: set[Verdicts] = set()
+        self._line: OrderedDict[asyncio.Future[None], int] = OrderedDict()
+        """Requests that wait for room, first come first served, and how many items each has."""
 
     @property
     def uses_reference(self) -> bool:
@@ -92,17 +95,55 @@ class RecipeRewards:
             "num_verifier_workers": self.pool.num_workers if self.recipe.verifiers else 0,
         }
 
-    def begin(self, inputs: Sequence[ItemInput], model: ServedModel, *, is_templated: bool = False) -> "Verdicts":
-        """Start verifying a request's items. ``is_templated``: their texts end with the template's end tokens.
+    async def begin(
+        self, inputs: Sequence[ItemInput], model: ServedModel, seconds: float, *, is_templated: bool = False
+    ) -> "Verdicts":
+        """Start verifying a request's items, as soon as there is room for them.
 
-        Raises OverloadedError where too many are under way.
+        ``seconds``: how long to wait for it. ``is_templated``: their texts end with the template's end tokens. Raises
+        OverloadedError where too many are under way all that time, or the error that turned the line away.
         """
-        if self.num_items and self.num_items + len(inputs) > self._max_items:
-            raise OverloadedError(f"{self.num_items} items are being verified, the limit is {self._max_items}", 5)
+        await self._enter(len(inputs), seconds)
         verdicts = Verdicts(self, inputs, model, is_templated=is_templated)
         self._open.add(verdicts)
-        self.num_items += len(inputs)
         return verdicts
+
+    async def _enter(self, num_items: int, seconds: float) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line[turn] = num_items
+        self._let_in()
+        try:
+            if not turn.done():
+                await asyncio.wait({turn}, timeout=max(seconds, 0))
+        except asyncio.CancelledError:
+            if turn.done() and turn.exception() is None:  # let in and gone at the same moment
+                self.num_items -= num_items
+            raise
+        finally:
+            self._line.pop(turn, None)
+            self._let_in()
+        if not turn.done():
+            raise OverloadedError(
+                f"no room before the deadline: {self.num_items} items are being verified, the limit is "
+                f"{self._max_items}",
+                5,
+            )
+        turn.result()
+
+    def _let_in(self) -> None:
+        while self._line:
+            turn, num_items = next(iter(self._line.items()))
+            if self.num_items and self.num_items + num_items > self._max_items:
+                return
+            del self._line[turn]
+            self.num_items += num_items
+            turn.set_result(None)
+
+    def turn_away(self, error: ServerError) -> None:
+        """Give everybody who waits for room this error."""
+        while self._line:
+            turn, _ = self._line.popitem(last=False)
+            turn.set_exception(error)
 
     def end(self, verdicts: "Verdicts") -> None:
         """Forget a request; what it still waits for is dropped."""
@@ -110,9 +151,11 @@ class RecipeRewards:
             self._open.remove(verdicts)
             self.num_items -= verdicts.num_items
             verdicts.task.cancel()
+            self._let_in()
 
     def abandon_all(self, error: ServerError) -> None:
         """Give everything that is not verified this error."""
+        self.turn_away(error)
         for verdicts in self._open:
             verdicts.abandon(error)
 

@@ -1,6 +1,7 @@
 """What a verifier is given, and what it says where the reference cannot be used."""
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 
@@ -27,10 +28,17 @@ def texts_of(reference: Any) -> list[str]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise BadReferenceError("must be a text, a number, or a list of these")
-    texts = [value if isinstance(value, str) else repr(value) for value in values]
+        if isinstance(value, float) and value.is_integer() and abs(value) >= 2**53:
+            raise BadReferenceError("is too large to have kept all its digits; send it as a text")
+    texts = [value if isinstance(value, str) else _digits(value) for value in values]
     if not all(text.strip() for text in texts):
         raise BadReferenceError("must not be empty")
     return texts
+
+
+def _digits(value: float) -> str:
+    """Without an exponent: 1e-07 would be read as e minus 7."""
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else repr(value)
 
 
 def text_after(text: str, mark: str | None) -> str:

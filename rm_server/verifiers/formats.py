@@ -6,12 +6,16 @@ limit (``pool.py``).
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from rm_server.verifiers.answers import texts_of
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^\n`]*)\n(?P<content>.*?)^[ \t]*(?P=fence)[ \t\r]*$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def check_exact(answer: str, reference: Any, *, ignore_case: bool = False, ignore_space: bool = True) -> float:
@@ -63,13 +67,24 @@ def validator_of(schema: Mapping[str, Any]) -> Any:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a Markdown text in order, as (language in lower case, content)."""
-    return [(match[2].strip().lower(), match[3]) for match in _FENCE.finditer(text)]
+    """The fenced blocks of a Markdown text in order, as (language, content).
+
+    The language is the first word behind the fence, in lower case. The content of an indented fence, as in a list, has
+    lost that indentation.
+    """
+    return [("".join(match["info"].lower().split()[:1]), _content(match)) for match in _FENCE.finditer(text)]
 
 
 def _unfenced(text: str) -> str:
     match = _FENCE.fullmatch(text.strip())
-    return match[3] if match is not None else text
+    return match["content"] if match is not None else text
+
+
+def _content(match: re.Match[str]) -> str:
+    content, indent = match["content"], len(match["indent"])
+    if indent:
+        content = re.sub(rf"^[ \t]{{1,{indent}}}", "", content, flags=re.MULTILINE)  # as CommonMark has it
+    return textwrap.dedent(content) if content.lstrip("\r\n")[:1] in (" ", "\t") else content
 
 
 def _refuse(constant: str) -> Any:

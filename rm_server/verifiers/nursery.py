@@ -33,6 +33,9 @@ BACKSTOP_SECONDS = 2.0
 """The server ends a worker at the limit; if the server cannot, the kernel does it so much later."""
 MAX_TASKS = 2000
 """A worker is replaced after so many: libraries keep caches."""
+MEMORY_SHARE = 0.8
+"""math-verify calls unequal what it had no memory to compare. A 0 that was found with more than this share of the limit
+in use is therefore an error; the worker is replaced, for its peak would be held against later answers."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 NEW, END = b"n", b"e"
 
@@ -123,7 +126,10 @@ def work(connection: "Connection[Any, Any]", verifiers: dict[str, Verify], memor
         signal.setitimer(signal.ITIMER_REAL, task["seconds"] + BACKSTOP_SECONDS)
         reply = answer(verifiers[task["part"]], task)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["last"] = number == MAX_TASKS or reply.get("error") == "memory"
+        is_used_up = 0 < memory_bytes * MEMORY_SHARE < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if is_used_up and reply.get("value") == 0.0:
+            reply = {"error": "memory", "message": ""}
+        reply["last"] = number == MAX_TASKS or is_used_up or reply.get("error") == "memory"
         try:
             connection.send_bytes(json.dumps(reply).encode())
         except ConnectionError:

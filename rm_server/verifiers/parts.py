@@ -146,6 +146,8 @@ class RepetitionPart(_TextVerifier):
     """Minus the share of n-grams that repeat an earlier one: 0 down to -1."""
 
     kind: Literal["repetition"]
+    after: TextMark | None = None
+    """Read only what follows the last occurrence of this text; the whole answer where it is missing."""
     n: int = Field(default=4, ge=1, le=100)
     """Units in an n-gram."""
     unit: Literal["words", "characters"] = "words"
@@ -161,11 +163,11 @@ class CodePart(_TextVerifier):
     timeout_seconds: float = Field(default=120.0, gt=0, le=3600)
     """For all tests of one answer together; tests that do not get their turn within it are not passed."""
     test_seconds: float = Field(default=5.0, gt=0, le=600)
-    """For one test; a program that takes longer has not passed it."""
+    """Processor time for one test; a program that takes more, or three times as much by the clock, does not pass."""
     memory_mb: int = Field(default=512, ge=32, le=65536)
-    """MiB of memory of each of the program's processes."""
+    """MiB of memory of each of the program's processes, so at most `max_processes` times as much together."""
     max_processes: int = Field(default=8, ge=4, le=1024)
-    """Processes and threads of one run; the sandbox itself needs 2 of them."""
+    """Processes and threads of one run; the sandbox itself needs 2 of them, and 3 for an `assert`."""
     python: str | None = None
     """The interpreter, a path below /usr; null: the system's python3."""
 

@@ -2,15 +2,19 @@
 
 Bubblewrap makes the walls: every namespace is new, ``/usr`` and the library folders are read-only, everything else but
 a ``/tmp`` of bounded size is read-only and empty. ``prlimit`` inside sets the limits of processes, memory, CPU time and
-file size. Started by root, it first becomes a plain user with no new privileges: limits on processes do not bind root.
+file size; a filter of system calls refuses System V's shared memory and queues, which none of these limits binds.
+Started by root, it first becomes a plain user with no new privileges: limits on processes do not bind root.
 
 Invariant: when ``run`` returns or its own process dies, no process of the program is left: the program's process
 namespace dies with its first process, and that one with us.
 """
 
+import math
 import os
+import platform
 import shutil
 import signal
+import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +33,37 @@ _ENVIRONMENT = {
 }
 
 
+_SYSTEM_CALLS = {  # the architecture's number, shmget, msgget
+    "x86_64": (0xC000003E, 29, 68),
+    "aarch64": (0xC00000B7, 194, 186),
+}
+
+
 class SandboxError(RuntimeError):
     """There is no sandbox, or it did not start; one line that says what to do."""
 
 
+class LateStartError(SandboxError):
+    """The time was up before the program had been started."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Of one run. ``seconds`` of wall-clock time, ``memory_mb`` of address space of each process, ``disk_mb`` of files
-    together; ``output_kb`` of standard output, and of any one file."""
+    """Of one run. ``seconds`` of processor time of each process, and ``wall_seconds`` by the clock, three times as many
+    unless given: on a busy machine a right program takes longer. ``memory_mb`` of address space of each process,
+    ``disk_mb`` of files together; ``output_kb`` of standard output, and of any one file."""
 
     seconds: float = 5.0
+    wall_seconds: float | None = None
     memory_mb: int = 512
     max_processes: int = 8
     disk_mb: int = 16
     output_kb: int = 1024
+
+    @property
+    def until(self) -> float:
+        """Seconds by the clock after which the program is ended."""
+        return 3 * self.seconds if self.wall_seconds is None else self.wall_seconds
 
 
 @dataclass(frozen=True)
@@ -84,34 +105,38 @@ class Sandbox:
     def run(self, program: str, stdin: str, limits: Limits) -> RunResult:
         """Run a program as a script with this standard input.
 
-        Raises SandboxError where the sandbox itself did not start.
+        Raises SandboxError where the sandbox itself did not start; LateStartError where it had no time to.
         """
         result = self._execute(program, stdin, limits)
+        if not result.has_run and result.exit_code is None:
+            raise LateStartError(f"the sandbox did not start within {limits.until:g} s; the machine is too busy")
         if not result.has_run:
             raise SandboxError("the sandbox did not start")
         return result
 
     def _execute(self, program: str, stdin: str, limits: Limits, *, want_why: bool = False) -> RunResult:
         with _memory_file(program) as source, _memory_file(stdin) as given, _memory_file("") as output:
-            with _memory_file("") as status:
+            with _memory_file("") as status, _memory_file(_call_filter()) as calls:
+                inherited = (source.fileno(), status.fileno(), calls.fileno())
                 process = subprocess.Popen(
-                    self._command(source.fileno(), status.fileno(), limits),
+                    self._command(*inherited, limits),
                     stdin=given,
                     stdout=output,
                     stderr=output if want_why else subprocess.DEVNULL,
-                    pass_fds=(source.fileno(), status.fileno()),
+                    pass_fds=inherited,
                     env=_ENVIRONMENT,
                     cwd="/",
                 )
-                exit_code = _wait(process, limits.seconds)
+                exit_code = _wait(process, limits.until)
                 status.seek(0)
-                # bubblewrap tells an exit code of the program's only where the program was started
-                has_run = exit_code is None or b'"exit-code"' in status.read()
+                # bubblewrap tells its child's number when there are walls around it, and an exit code of the program's
+                # only where the program was started
+                has_run = (b'"child-pid"' if exit_code is None else b'"exit-code"') in status.read()
             output.seek(0)
             text = output.read(limits.output_kb * 1024).decode("utf-8", "replace")
             return RunResult(exit_code, text, has_run)
 
-    def _command(self, source: int, status: int, limits: Limits) -> list[str]:
+    def _command(self, source: int, status: int, calls: int, limits: Limits) -> list[str]:
         command = [*self._prefix, self.bwrap]
         command += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
         command += ["--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
@@ -125,9 +150,11 @@ class Sandbox:
             command += ["--dev-bind", device, device]
         command += ["--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
         command += ["--ro-bind-data", str(source), "/box/main.py", "--remount-ro", "/", "--chdir", "/tmp"]
+        if _call_filter():
+            command += ["--seccomp", str(calls)]
         command += ["--json-status-fd", str(status), "--", self.prlimit, "--core=0", "--nofile=64"]
         command += [f"--nproc={limits.max_processes}", f"--as={limits.memory_mb << 20}"]
-        command += [f"--cpu={int(limits.seconds) + 1}", f"--fsize={limits.output_kb << 10}"]
+        command += [f"--cpu={math.ceil(limits.seconds)}", f"--fsize={limits.output_kb << 10}"]
         return [*command, self.python, "-sB", "/box/main.py"]
 
 
@@ -143,10 +170,31 @@ def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
             process.wait()
 
 
-def _memory_file(text: str) -> IO[bytes]:
+def _call_filter() -> bytes:
+    """A seccomp program: EPERM for shmget and msgget, and for every call of another architecture's (32 bits on 64),
+    which would be the way round it. What they make outlives a process's limits until the namespace ends. Empty where
+    the numbers are not known."""
+    if platform.machine() not in _SYSTEM_CALLS:
+        return b""
+    architecture, shmget, msgget = _SYSTEM_CALLS[platform.machine()]
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06  # of struct sock_filter: code, then, else, value
+    steps = [
+        (load, 0, 0, 4),  # seccomp_data.arch
+        (equal, 0, 5, architecture),
+        (load, 0, 0, 0),  # seccomp_data.nr
+        (at_least, 3, 0, 0x40000000),  # x32
+        (equal, 2, 0, shmget),
+        (equal, 1, 0, msgget),
+        (answer, 0, 0, 0x7FFF0000),  # allow
+        (answer, 0, 0, 0x00050001),  # EPERM
+    ]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def _memory_file(content: str | bytes) -> IO[bytes]:
     """An unnamed file in memory. As a standard stream it cannot block, and the limit on file size binds it."""
     file = os.fdopen(os.memfd_create("sandbox"), "w+b")
-    file.write(text.encode("utf-8", "replace"))
+    file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
     file.seek(0)
     return file
 

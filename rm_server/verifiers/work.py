@@ -51,7 +51,7 @@ def prepare(part: VerifierPart) -> Verify:
         case OverlongPart():
             return lambda answer: _overlong(answer, part)
         case RepetitionPart():
-            return lambda answer: repetition_penalty(text_after(answer.text, part.after), part.n, part.unit)
+            return lambda answer: _repetition(answer, part)
         case CodePart():
             sandbox = Sandbox(part.python)
             limits = Limits(seconds=part.test_seconds, memory_mb=part.memory_mb, max_processes=part.max_processes)
@@ -71,3 +71,9 @@ def _overlong(answer: Answer, part: OverlongPart) -> float:
     if part.unfinished is not None and not answer.finished:
         return part.unfinished
     return overlong_penalty(len(answer.text), part.max_length, part.buffer)
+
+
+def _repetition(answer: Answer, part: RepetitionPart) -> float:
+    # An empty text has the best value, so leaving out the mark must not be a way to get it.
+    mark = part.after if part.after is not None and part.after in answer.text else None
+    return repetition_penalty(text_after(answer.text, mark), part.n, part.unit)

@@ -267,6 +267,22 @@ def test_openrlhf_labels_reach_the_verifiers_beside_each_prompts_answers(served:
         reward_func(["abc"], ["x"], ["l"])
 
 
+@pytest.mark.parametrize("recipe", [{"parts": {"size": {"kind": "length"}, "model": {"kind": "model"}}}, None])
+def test_openrlhf_sends_verifiers_the_answer_alone_without_a_label_too(
+    served: Any, monkeypatch: pytest.MonkeyPatch, recipe: Any
+) -> None:
+    monkeypatch.setitem(type(served).__call__.__globals__["INFO"], "recipe", recipe)
+    out = OpenRLHFReward("http://rm")(["<s>2+2=four", "1+1=two"], ["2+2=", "1+1="], ["4", "2"])
+    if recipe is None:
+        assert served.bodies[0]["texts"] == ["<s>2+2=four", "1+1=two"], "a model reads the whole text"
+    else:
+        assert out["rewards"].tolist() == [4.0, 3.0]
+        assert served.bodies[0]["groups"] == [
+            {"prompt": "<s>2+2=", "completions": ["four"]},
+            {"prompt": "1+1=", "completions": ["two"]},
+        ]
+
+
 def test_openrlhf_scores_of_verifiers_are_their_rewards_so_that_its_filter_sees_0_and_1(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,51 @@ def test_a_policy_far_above_its_reference_is_still_pulled_back() -> None:
     assert stats.clamp_fraction == 0.0
 
 
+def test_a_policy_far_below_its_reference_is_still_pulled_back() -> None:
+    """limit = 2, d = 5: e² − 2 − 1 at the limit, and from there 3 steps with the slope e² − 1 of k3 at 2.
+
+    The slope against new is its negative: a step down the gradient raises the policy. Below the limit, d = 1: e − 2,
+    with the slope e − 1."""
+    beyond = math.exp(2) - 3 + 3 * (math.exp(2) - 1)
+    for new in (torch.tensor([-7.0, -3.0], requires_grad=True), torch.tensor([-7.0, -3.0], dtype=F64).requires_grad_()):
+        value = k3_kl(new, torch.tensor([-2.0, -2.0]), limit=2.0)
+        assert value.tolist() == pytest.approx([beyond, math.e - 2])
+        value.sum().backward()
+        assert new.grad is not None
+        assert new.grad.tolist() == pytest.approx([1 - math.exp(2), 1 - math.e])
+    array = k3_kl(np.array([-7.0, -3.0]), np.array([-2.0, -2.0]), limit=2.0)
+    assert array.tolist() == pytest.approx([beyond, math.e - 2])
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "grpo", "dr_grpo", "dapo"])
+def test_numpy_gives_the_number_that_torch_gives(aggregation: Any) -> None:
+    new, old, ref = random_batch(2, 4, 3)
+    mask = torch.ones(2, 4, 3, dtype=torch.bool)
+    mask[0, 1, 1:] = False
+    rewards = torch.arange(8, dtype=F64).reshape(2, 4)
+    wanted, stats = grpo_loss(new, old, ref, rewards, aggregation=aggregation, mask=mask)
+    arrays = [x.numpy() for x in (new, old, ref)]
+    for array in arrays:
+        array.flags.writeable = False
+    loss, its_stats = grpo_loss(*arrays, rewards.numpy(), aggregation=aggregation, mask=mask.numpy())
+    assert isinstance(loss, np.floating)
+    assert float(loss) == wanted.item()
+    assert its_stats.loss == stats.loss
+    assert stats.advantages is not None
+    assert its_stats.advantages is not None
+    np.testing.assert_array_equal(its_stats.advantages.advantages, stats.advantages.advantages.numpy())
+    assert isinstance(its_stats.advantages.advantages, np.ndarray)
+    given = grpo_advantages(rewards.numpy())
+    loss, _ = grpo_loss(
+        *(x[..., ::-1] for x in arrays), advantages=given, aggregation=aggregation, mask=mask.numpy()[..., ::-1]
+    )
+    assert float(loss) == pytest.approx(wanted.item(), rel=1e-6)
+    mixed, _ = grpo_loss(new, *arrays[1:], rewards, aggregation=aggregation, mask=mask.numpy())
+    assert mixed.item() == wanted.item()
+    with pytest.raises(ValueError, match="old_log_probs"):
+        grpo_loss(arrays[0], arrays[1][0], None, rewards, kl_coeff=0.0)
+
+
 @given(st.integers(1, 64), st.sampled_from([1, 3]), st.integers(0, 1000), st.floats(0, 300))
 def test_any_group_size_gives_a_finite_loss_and_gradient(size: int, prompts: int, seed: int, spread: float) -> None:
     new, old, ref = (x.float() for x in random_batch(prompts, size, seed=seed, spread=spread))

@@ -22,6 +22,7 @@ from rm_server.verifiers.pool import VerifierPool, VerifierSetupError
 from rm_server.verifiers.sandbox import Limits, Sandbox, SandboxError
 
 LIMITS = Limits(seconds=2)
+SHORT = Limits(seconds=2, wall_seconds=2)
 DOUBLE = "print(2 * int(input()))"
 
 
@@ -73,6 +74,9 @@ def no_process_is_left() -> Any:
         ("```\nprint(1)\n```", "print(1)\n"),
         ("```\nprint(1)\n```\n```bash\nls\n```", "print(1)\n"),
         ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        ("1. So:\n   ```python\n   if 1:\n       print(1)\n   ```", "if 1:\n    print(1)\n"),
+        ("```python\r\nprint(1)\r\n```\r\nDone.", "print(1)\r\n"),
+        ("```python title=x\nprint(1)\n```", "print(1)\n"),
         ("```bash\nls\n```", None),
         ("```python\nprint(1)", None),
         ("", None),
@@ -155,6 +159,40 @@ def test_leaving_early_passes_nothing(sandbox: Sandbox, program: str) -> None:
     assert not passes(program, IoTest("", "3"), sandbox, LIMITS)
 
 
+LOOT = """
+import os, re
+def leave(texts):
+    found = re.findall("[0-9a-f]{32}", " ".join(texts))
+    os.write(1, b"read " + str(len(" ".join(texts))).encode() + b"\\n" + (found or ["nothing"])[-1].encode() + b"\\n")
+    os._exit(0)
+"""
+STEAL = {
+    "the callers' variables": "import sys\ntexts, frame = [], sys._getframe()\nwhile frame:\n"
+    "    texts += [repr(frame.f_locals), repr(frame.f_globals), repr(frame.f_code.co_consts)]\n    frame = frame.f_back\nleave(texts)",
+    "stdin from its beginning": "texts = []\nfor _ in range(2):\n    texts.append(repr(os.read(0, 10**6)))\n"
+    "    try: os.lseek(0, 0, 0)\n    except OSError: pass\nleave(texts)",
+    "every open file": "texts = []\nfor fd in [0, *range(3, 64)]:\n    for seek in (0, 1):\n        try:\n"
+    "            os.set_blocking(fd, False)\n            seek and os.lseek(fd, 0, 0)\n            texts.append(repr(os.read(fd, 10**6)))\n"
+    "        except OSError: pass\nleave(texts)",
+    "every object": "import gc\nleave([repr(x) for x in gc.get_objects() if type(x) in (dict, list, tuple)])",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", STEAL)
+def test_secret_that_proves_the_end_of_a_test_is_not_in_the_programs_reach(sandbox: Sandbox, where: str) -> None:
+    """The loot is printed as the harness would print the secret."""
+    assert not passes(LOOT + STEAL[where], AssertTest("assert False"), sandbox, LIMITS)
+    inside = "def f(): pass\n" + LOOT + "def f():\n    " + STEAL[where].replace("\n", "\n    ")
+    assert not passes(inside, AssertTest("f()\nassert False"), sandbox, LIMITS)
+
+
+def test_test_runs_in_the_programs_interpreter_with_its_output_and_its_exit_code(sandbox: Sandbox) -> None:
+    program = "import sys, os\nprint('noise')\nx = sys.stdin.read()"
+    assert passes(program, AssertTest("assert x == ''\nprint('more')"), sandbox, LIMITS)
+    assert not passes("import atexit, os\natexit.register(os._exit, 3)", AssertTest("assert True"), sandbox, LIMITS)
+    assert not passes("import os\nos.kill(os.getppid(), 9)", AssertTest("assert True"), sandbox, LIMITS)
+
+
 def test_expected_output_is_not_in_the_sandbox(sandbox: Sandbox) -> None:
     program = "import glob\nfor f in glob.glob('/box/*') + glob.glob('/tmp/*'): print(f)"
     assert sandbox.run(program, "", LIMITS).stdout == "/box/main.py\n"
@@ -186,11 +224,30 @@ def test_hostile_program_does_not_pass_and_ends(sandbox: Sandbox, name: str) -> 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         program = HOSTILE[name].replace("PORT", str(listener.getsockname()[1]))
         begin = time.monotonic()
-        assert not passes(program, IoTest("", ""), sandbox, LIMITS)
+        assert not passes(program, IoTest("", ""), sandbox, SHORT)
         assert time.monotonic() - begin < 20
         listener.settimeout(0)
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+def test_memory_that_no_process_limit_binds_is_refused(sandbox: Sandbox) -> None:
+    """System V's segments stay when they are detached, so a program could fill the machine with them."""
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())\nprint(libc.msgget(0, 0o1600), ctypes.get_errno())"
+    )
+    result = sandbox.run(program, "", LIMITS)
+    assert (result.exit_code, result.stdout) == (0, "-1 1\n-1 1\n")
+
+
+def test_time_is_the_processors_and_only_three_times_as_much_by_the_clock(sandbox: Sandbox) -> None:
+    wait = IoTest("", "done")
+    assert passes("import time\ntime.sleep(1.5)\nprint('done')", wait, sandbox, Limits(seconds=1))
+    assert not passes("import time\ntime.sleep(60)\nprint('done')", wait, sandbox, Limits(seconds=0.5))
+    begin = time.monotonic()
+    assert not passes("while True: pass", wait, sandbox, Limits(seconds=1, wall_seconds=60))
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("folder", ["/", "/box", "/usr/lib", "/usr/bin", "/dev"])
@@ -281,6 +338,17 @@ def test_sandbox_that_does_not_work_says_why(monkeypatch: pytest.MonkeyPatch, tm
         box.probe()
     with pytest.raises(SandboxError, match="the sandbox did not start"):
         box.run("print(1)", "", LIMITS)
+
+
+def test_time_that_was_up_before_the_program_began_is_no_verdict(sandbox: Sandbox, tmp_path: Path) -> None:
+    slow = tmp_path / "bwrap"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    box = Sandbox()
+    box._prefix, box.bwrap = [], str(slow)
+    with pytest.raises(SandboxError, match=r"the sandbox did not start within 0\.3 s"):
+        check_code("x = 1", "assert True", box, Limits(seconds=0.1))
+    assert check_code("x = 1", "assert True", box, Limits(seconds=60), seconds=0.3) == 0.0
 
 
 def test_interpreter_outside_usr_is_refused() -> None:

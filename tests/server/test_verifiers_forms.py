@@ -39,6 +39,15 @@ def test_exact_compares_texts_and_lists_of_them() -> None:
         check_exact("x", None)
 
 
+def test_numbers_are_compared_by_all_their_digits() -> None:
+    assert check_exact("9007199254740993", 9007199254740993) == 1.0
+    assert check_exact("9007199254740992", 9007199254740993) == 0.0
+    assert check_exact("0.0000001", 1e-7) == check_exact("4.0", 4.0) == check_exact("2.5", 2.5) == 1.0
+    for lost in (1e16, -1e300, float(2**53), [1, 1e22]):
+        with pytest.raises(BadReferenceError, match="send it as a text"):
+            check_exact("1", lost)
+
+
 def test_regex_matches_the_whole_answer_or_a_part() -> None:
     assert check_regex("<think>a</think>b", "<think>.*</think>.*") == 1.0
     assert check_regex("x<think>a</think>b", "<think>.*</think>.*") == 0.0
@@ -53,6 +62,7 @@ def test_regex_matches_the_whole_answer_or_a_part() -> None:
         ('{"name": "Ada", "age": 36}', 1.0),
         ('```json\n{"name": "Ada"}\n```', 1.0),
         (' \n```\n{"name": "Ada"}\n```\n', 1.0),
+        ('```json title=a\r\n{"name": "Ada"}\r\n```\r\n', 1.0),
         ('{"name": "Ada", "age": -1}', 0.0),
         ('{"age": 36}', 0.0),
         ('{"name": "Ada", "more": 1}', 0.0),
@@ -75,6 +85,20 @@ def test_json_without_a_schema_is_any_json() -> None:
 def test_fenced_blocks_are_found_with_their_language() -> None:
     text = "a\n```Python\nx\n```\nb\n~~~\ny\n```\n~~~\n```\nopen"
     assert fenced_blocks(text) == [("python", "x\n"), ("", "y\n```\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("1. So:\n   ```python\n   if x:\n       y\n   ```\n2. b", [("python", "if x:\n    y\n")]),
+        ('- So:\n  ```python\n  s = """\nat the margin\n  """\n  ```', [("python", 's = """\nat the margin\n"""\n')]),
+        ("```python\n    if x:\n        y\n```", [("python", "if x:\n    y\n")]),
+        ("a\r\n```python\r\nx\r\n\r\ny\r\n```\r\nb", [("python", "x\r\n\r\ny\r\n")]),
+        ("```python title=x\ny\n```\n~~~Py  {.a b}\nz\n~~~", [("python", "y\n"), ("py", "z\n")]),
+    ],
+)
+def test_fences_in_lists_with_crlf_and_with_more_words_behind_them(text: str, blocks: list[tuple[str, str]]) -> None:
+    assert fenced_blocks(text) == blocks
 
 
 @pytest.mark.parametrize(
@@ -137,6 +161,8 @@ def test_text_after_the_last_mark() -> None:
         (OverlongPart(kind="overlong", max_length=4, buffer=2), Answer("a", finished=False), -1.0),
         (OverlongPart(kind="overlong", max_length=4, buffer=2, unfinished=None), Answer("a", finished=False), 0.0),
         (RepetitionPart(kind="repetition", n=1, after="|"), Answer("a a a|b b"), -0.5),
+        (RepetitionPart(kind="repetition", n=1, after="|"), Answer("a a a a"), -0.75),
+        (RepetitionPart(kind="repetition", n=1, after="|"), Answer("a a a a|"), 0.0),
     ],
 )
 def test_part_gives_its_functions_value(part: VerifierPart, answer: Answer, value: float) -> None:

@@ -172,3 +172,36 @@ def test_only_a_boxed_answer_counts_where_the_recipe_says_so() -> None:
 def test_reference_that_cannot_be_compared_is_an_error_and_not_a_wrong_answer(reference: Any, says: str) -> None:
     with pytest.raises(BadReferenceError, match=says):
         check_math("$1$", reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        ("The answer is 42", "42", "41"),
+        ("The answer is 42.", "42", "41"),
+        ("It is 3/4", "0.75", "3"),
+        ("The answer is x + 1", "1 + x", "1"),
+        ("42 apples", "42", "41"),
+        ("John has 42 apples left.", "42", "41"),
+        ("12 square meters", "12", "11"),
+        ("12 cm", "12", "11"),
+        ("He buys 3 bags of 14, so\nhe has 3*14=<<3*14=42>>42 apples.\n#### 42", "42", "14"),
+        ("#### 1,234", "1234", "234"),
+        ("She has 3 boxes of 4, so the answer is 12", "12", "3"),
+        ("答案 是 42", "42", "41"),
+        ("\\frac{1}{2} \\text{ of the way there}", "0.5", "2"),
+        ("2 \\sqrt{3}", "\\sqrt{12}", "3"),
+        ("2ab", "2ab", "3"),
+        ("x = 4", "4", "5"),
+        ("Paris", "\\text{Paris}", "\\text{Rome}"),
+    ],
+)
+def test_reference_in_a_sentence_is_the_expression_in_it(reference: str, right: str, wrong: str) -> None:
+    assert check_math(f"\\boxed{{{right}}}", reference) == 1.0
+    assert check_math(f"\\boxed{{{wrong}}}", reference) == 0.0
+
+
+@pytest.mark.parametrize("reference", ["no real solution", "It cannot be said.", "He does not know.\n#### no idea"])
+def test_sentence_without_an_expression_is_refused(reference: str) -> None:
+    with pytest.raises(BadReferenceError, match="has no mathematical expression in it"):
+        check_math("\\boxed{42}", reference)

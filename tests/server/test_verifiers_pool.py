@@ -1,14 +1,18 @@
 """Worker processes: hard limits, replacement, and nothing left behind."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rm_server.errors import DrainingError, InvalidRequestError, VerifierFailedError, VerifierTimeoutError
+from rm_server.verifiers import nursery
 from rm_server.verifiers.answers import Answer
 from rm_server.verifiers.nursery import answer as answer_of
 from rm_server.verifiers.parts import LengthPart, MathPart, RegexPart
@@ -119,6 +123,30 @@ def test_memory_limit_recursion_and_any_exception_are_errors_in_words() -> None:
     assert raising(RecursionError("secret")) == {"error": "recursion", "message": ""}
     assert raising(KeyError("secret")) == {"error": "raised", "message": "KeyError"}
     assert raising(SandboxError("no walls")) == {"error": "sandbox", "message": "no walls"}
+
+
+@pytest.mark.parametrize(
+    ("share", "value", "replies"),
+    [
+        (0.7, 0.0, [{"value": 0.0, "last": False}, {"value": 0.0, "last": True}]),
+        (0.9, 0.0, [{"error": "memory", "message": "", "last": True}]),
+        (0.9, 1.0, [{"value": 1.0, "last": True}]),
+    ],
+)
+def test_0_that_used_up_the_memory_is_an_error_and_ends_its_worker(
+    monkeypatch: pytest.MonkeyPatch, share: float, value: float, replies: list[dict[str, Any]]
+) -> None:
+    limit = 1 << 30
+    monkeypatch.setattr(nursery, "MAX_TASKS", 2)
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=int(share * limit / 1024)))
+    ours, theirs = Pipe()
+    task = {"part": "x", "text": "", "reference": 1, "finished": True, "seconds": 60}
+    for _ in range(2):
+        ours.send_bytes(json.dumps(task).encode())
+    nursery.work(theirs, {"x": lambda answer: value}, limit)
+    assert [json.loads(ours.recv_bytes()) for _ in replies] == replies
+    assert not ours.poll()
 
 
 def test_reference_that_is_not_there_is_the_callers_error(pool: VerifierPool) -> None:

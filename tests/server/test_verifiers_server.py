@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from rm_server.errors import InvalidRequestError
 from rm_server.inputs import ItemInput
+from rm_server.protocol_forms import for_verifiers
 from rm_server.schema import Message
 from rm_server.verification import answer_of
 from rm_server.verifiers.answers import Answer
@@ -110,10 +112,15 @@ async def test_reference_nested_deeply_is_the_callers_error_and_costs_no_worker(
     response = await client.post("/score", content=nested)
     assert response.status_code == 422, response.text
     assert "reference: " in response.json()["error"]["message"]
-    for number in ("1e308", "-0.0", "18446744073709551616"):
+    for number, right in (("0.0000001", "10^{-7}"), ("-0.0", "0"), ("9007199254740993", "9007199254740993")):
+        body = '{"prompt": "?", "completions": ["$1$", "$' + right + '$"], "reference": ' + number + "}"
+        response = await client.post("/score", content=body)
+        assert (response.status_code, response.json()["rewards"]) == (200, [0.0, 1.0])
+    for number in ("1e308", "18446744073709551617"):  # JSON's reader makes a float of what needs more than 64 bits
         body = '{"prompt": "?", "completions": ["$1$"], "reference": ' + number + "}"
         response = await client.post("/score", content=body)
-        assert (response.status_code, response.json()["rewards"]) == (200, [0.0])
+        assert response.status_code == 422, response.text
+        assert "reference: is too large to have kept all its digits; send it as a text" in response.text
     assert sample(service, "rm_verifier_workers_replaced_total") == before
 
 
@@ -135,6 +142,47 @@ async def test_other_trainers_routes_answer_with_the_recipes_reward(math_server:
     assert answer["reward_id"] == service.model.reward_id
 
 
+@pytest.mark.parametrize(
+    ("query", "prompt", "answer"),
+    [
+        ("Q: 2 + 2 = 4", "Q: 2 + 2 = ", "4"),
+        ("<s>Q: 2 + 2 = 4", "Q: 2 + 2 = ", "4"),
+        ("<s> Q: 2 + 2 = 4", "Q: 2 + 2 = ", "4"),
+        ("<pad><pad><s>Q: 2 + 2 = 4", "Q: 2 + 2 = ", "4"),
+        ("[CLS]Q: 2 + 2 = 4", "Q: 2 + 2 = ", "4"),
+        ("<|im_start|>user\n2<|im_end|>\n4", "<|im_start|>user\n2<|im_end|>\n", "4"),
+        ("<s><|im_start|>user\n2<|im_end|>\n4", "<|im_start|>user\n2<|im_end|>\n", "4"),
+        ("how much is two and two? 4", "Tell me, how much is two and two? ", "4"),
+        ("<s>how much is two and two? 4", "Tell me, how much is two and two? ", "4"),
+        ("<|im_end|>\n<|im_start|>me\n4", "<|im_start|>you\n<|im_end|>\n<|im_start|>me\n", "4"),
+        ("text", "", "text"),
+        ("4 is Q: 2 + 2 = 4", "Q: 2 + 2 = ", None),
+        ("2 + 2 = 4", "Tell me: 2 + 2 = ", None),
+        ("x" * 10_000 + "4", "x" * 20_000 + "y", None),
+        ("Q: 2+2 = 4", "Q: 2 + 2 = ", None),
+    ],
+)
+def test_answer_begins_behind_its_prompt_whatever_stands_in_front(query: str, prompt: str, answer: str | None) -> None:
+    items = [ItemInput("query[0]", query, is_templated=True)]
+    if answer is None:
+        with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: query\[0\] does not begin with it"):
+            for_verifiers(items, [prompt], None, wants_answers=True)
+    else:
+        assert for_verifiers(items, [prompt], None, wants_answers=True)[0].answer == answer
+    assert for_verifiers(items, [prompt], None, wants_answers=False) == items, "a model reads the whole text"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_query_that_does_not_hold_its_prompt_is_refused_and_not_verified_whole(math_server: Served) -> None:
+    client, _ = math_server
+    body = {"query": ["<s>Is $5$ it? $4$"], "prompts": ["Is $5$ it? "], "labels": ["4"]}
+    assert (await client.post("/get_reward", json=body)).json()["rewards"] == [1.0]
+    for prompt in ("Is $6$ it? ", ["Is $5$ it? "]):
+        response = await client.post("/get_reward", json=body | {"prompts": [prompt]})
+        assert response.status_code == 422
+        assert response.json()["error"]["message"].startswith("prompts[0]: query[0] does not begin with it")
+
+
 async def test_reference_that_nothing_compares_with_is_refused_by_name(tmp_path: Path) -> None:
     async with serving(tmp_path, QUICK) as (client, _):
         status, answer = await post(client, {"groups": [{"prompt": "?", "completions": ["a"], "reference": "x"}]})
@@ -142,18 +190,42 @@ async def test_reference_that_nothing_compares_with_is_refused_by_name(tmp_path:
         assert answer["error"]["message"].startswith("groups[0].reference: is not supported by this server")
 
 
-async def test_too_many_items_at_once_are_refused_as_overload(tmp_path: Path, eventually: Any) -> None:
-    recipe = QUICK.replace("timeout_seconds: 1}", "timeout_seconds: 600}")
-    async with serving(tmp_path, recipe, max_queued_items=3) as (client, service):
-        slow = asyncio.create_task(
-            post(client, {"prompt": "?", "completions": ["a" * 100 + "b"] * 2, "deadline_ms": 3000})
-        )
+SLOW = QUICK.replace("timeout_seconds: 1}", "timeout_seconds: 600}")
+
+
+async def test_too_many_items_at_once_wait_until_their_deadline_and_are_refused_as_overload(
+    tmp_path: Path, eventually: Any
+) -> None:
+    async with serving(tmp_path, SLOW, max_queued_items=2) as (client, service):
+        slow = asyncio.create_task(post(client, {"prompt": "?", "completions": ["a" * 100 + "b"], "deadline_ms": 6000}))
         assert service.rewards is not None
         rewards = service.rewards
-        await eventually(lambda: rewards.num_items == 2)
-        status, answer = await post(client, {"prompt": "?", "completions": ["a", "a"]})
+        await eventually(lambda: rewards.num_items == 1)
+        status, answer = await post(client, {"prompt": "?", "completions": ["a"]})
+        assert (status, answer["rewards"]) == (200, [1.0]), "there is room for one more"
+        status, answer = await post(client, {"prompt": "?", "completions": ["a", "a"], "deadline_ms": 200})
         assert (status, answer["error"]["type"]) == (503, "overloaded")
+        patient = asyncio.create_task(post(client, {"prompt": "?", "completions": ["a", "a"], "deadline_ms": 60_000}))
+        gone = asyncio.create_task(post(client, {"prompt": "?", "completions": ["a", "a"], "deadline_ms": 60_000}))
+        await eventually(lambda: len(rewards._line) == 2)
+        gone.cancel()
         await slow
+        assert (await patient)[1]["rewards"] == [1.0, 1.0]
+        await eventually(lambda: (rewards.num_items, len(rewards._line)) == (0, 0))
+
+
+async def test_who_waits_for_room_is_turned_away_when_the_server_shuts_down(tmp_path: Path, eventually: Any) -> None:
+    async with serving(tmp_path, SLOW, max_queued_items=1) as (client, service):
+        body = {"prompt": "?", "completions": ["a" * 100 + "b"], "deadline_ms": 60_000}
+        both = [asyncio.create_task(post(client, body)) for _ in range(2)]
+        rewards = service.rewards
+        assert rewards is not None
+        await eventually(lambda: rewards.num_items == len(rewards._line) == 1)
+        service.begin_drain()
+        status, answer = await both[1]
+        assert (status, answer["error"]["type"]) == (503, "draining")
+        await service.drain(0)
+        await both[0]
 
 
 def test_verifiers_read_the_answer_alone_without_its_end_token(fake: Any) -> None:
