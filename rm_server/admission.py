@@ -80,6 +80,7 @@ class Admission:
         self._holders: _Line = OrderedDict()
         self._late: _Line = OrderedDict()
         self._closed: ServerError | None = None
+        self._is_open_to_admitted = False
         # Sum over requests of what each holds, a quarter batch at most: what fairness puts ahead of a small newcomer.
         self._fair_tokens = 0
 
@@ -106,7 +107,7 @@ class Admission:
 
         Raises OverloadedError, or the error that closed the door.
         """
-        if self._closed is not None:
+        if self._closed is not None and not (self._is_open_to_admitted and request.was_admitted):
             raise self._closed
         waiter = _Waiter(asyncio.get_running_loop().create_future(), request, tokens, items, deadline)
         (self._holders if request.held_items else self._newcomers)[waiter] = None
@@ -165,15 +166,21 @@ class Admission:
     def _enter(self, line: _Line, waiter: _Waiter) -> None:
         del line[waiter]
         self.hold(waiter.request, waiter.tokens, waiter.items)
+        waiter.request.was_admitted = True
         waiter.future.set_result(None)
 
-    def close(self, error: ServerError) -> None:
-        """Refuse everyone from now on, and everyone who waits, until ``reopen``."""
-        self._closed = error
+    def close(self, error: ServerError, *, let_admitted_finish: bool = False) -> None:
+        """Refuse everyone from now on, and everyone who waits, until ``reopen``.
+
+        With ``let_admitted_finish``, requests of which a part was let in go on coming in.
+        """
+        self._closed, self._is_open_to_admitted = error, let_admitted_finish
         for line in (self._newcomers, self._holders, self._late):
-            for waiter in line:
-                waiter.future.set_exception(error)
-            line.clear()
+            for waiter in tuple(line):
+                if not (let_admitted_finish and waiter.request.was_admitted):
+                    del line[waiter]
+                    waiter.future.set_exception(error)
+        self.wake()
 
     def reopen(self) -> None:
         """Let in again."""

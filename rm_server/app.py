@@ -110,19 +110,20 @@ def create_app(
         RequireKeys,
         keys=keys,
         open_paths=open_paths,
-        on_refusal=lambda reason: service.metrics.requests_refused.labels(reason=reason).inc(),
+        on_refusal=service.metrics.count_refused,
     )
-    app.add_middleware(ErrorBoundary)
+    app.add_middleware(ErrorBoundary, on_refusal=service.metrics.count_refused)
     app.add_middleware(RequestLog, log_access=settings.access_log, key_name=key_name)
 
     @app.exception_handler(ServerError)
     async def refuse(request: Request, error: ServerError) -> Response:
-        service.metrics.requests_refused.labels(reason=error.type).inc()
+        service.metrics.count_refused(error)
         return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
-        translated, headers = translate_http_exception(error, request)
+        translated, headers = translate_http_exception(error)
+        service.metrics.count_refused(translated)
         return json_response(error_body(translated), error.status_code, headers)
 
     @app.exception_handler(ClientLeftError)

@@ -132,7 +132,7 @@ class RequireKeys:
     """ASGI middleware: lets open paths and holders of a key through, before anything of the body is read."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, open_paths: Collection[str], on_refusal: Callable[[str], None]
+        self, app: ASGIApp, keys: Keys, open_paths: Collection[str], on_refusal: Callable[[ServerError], None]
     ) -> None:
         self._app = app
         self._keys = keys
@@ -147,7 +147,7 @@ class RequireKeys:
         if error is None:
             await self._app(scope, receive, send)
             return
-        self._on_refusal(error.type)
+        self._on_refusal(error)
         await error_response(error)(scope, receive, send)
 
     def _check(self, scope: Scope) -> ServerError | None:

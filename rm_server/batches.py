@@ -1,6 +1,7 @@
 """The loop that carries batches from the waiting items to the worker thread and rewards back to the requests.
 
-Invariant: what was taken out of the waiting items is settled and given back to admission, whatever was raised.
+Invariant: what was taken out of the waiting items is settled and given back to admission, whatever was raised. While
+forwards are asked for and none succeeds, there is a probe every ``probe_seconds``.
 """
 
 import asyncio
@@ -25,7 +26,10 @@ PROBE_IDS = (0,)
 
 
 class BatchLoop:
-    """Runs as one task; everything but the forward is on the event loop's thread."""
+    """Runs as one task; everything but the forward is on the event loop's thread.
+
+    ``on_dead`` is called when probes have failed for ``dead_seconds``, and no forward has succeeded in that time.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,8 @@ class BatchLoop:
         metrics: Metrics,
         worker: Worker,
         probe_seconds: float,
+        dead_seconds: float,
+        on_dead: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self.last_success: float | None = None
@@ -46,6 +52,11 @@ class BatchLoop:
         self._metrics = metrics
         self._worker = worker
         self._probe_seconds = probe_seconds
+        self._dead_seconds = dead_seconds
+        self._on_dead = on_dead
+        self._last_probe = clock()
+        # Since when probes have failed and nothing has succeeded.
+        self._failing_since: float | None = None
         self._clock = clock
         self._has_work = asyncio.Event()
         # When the last batch ended with more waiting: the gap until the next one is part of what a batch takes.
@@ -63,6 +74,7 @@ class BatchLoop:
     def has_succeeded(self) -> None:
         """Say that a forward has just succeeded."""
         self.last_success = self._clock()
+        self._failing_since = None
 
     async def run(self) -> None:
         """Score batch after batch, and probe when idle, until cancelled."""
@@ -75,15 +87,21 @@ class BatchLoop:
                 await self._score_next(engine)
             except Exception as error:  # a bug of ours must not leave anyone waiting for ever
                 logger.error("the batch loop failed: %s", describe_exception(error))
-                for request in {request for engine in self.engines for request in engine.waiting.clear()}:
-                    request.settle_rest(InternalError("the server failed; its log says where"))
+                # All that are open: what was taken for the batch is in no list any more.
+                for engine in self.engines:
+                    engine.waiting.clear()
+                    for request in tuple(engine.open):
+                        request.settle_rest(InternalError("the server failed; its log says where"))
 
     async def _score_next(self, engine: Engine) -> None:
         scorer = engine.scorer
         # Only the worker changes what the cache holds, and it is idle here.
         batch = plan_batch(engine.waiting, scorer.token_limit, engine.counting, scorer.known_length)
-        if batch.items:
-            await self._score(batch, scorer)
+        if not batch.items or await self._score(batch, scorer):
+            return
+        # The items may be to blame, or the device: one token tells, and a loop that is never idle has to ask.
+        if self._clock() - max(self._last_probe, self.last_success or 0.0) >= self._probe_seconds:
+            await self._prove(engine)
 
     def _next_engine(self) -> Engine | None:
         """One with waiting items, or None. Where both the old and the new one have some, they take turns."""
@@ -99,17 +117,27 @@ class BatchLoop:
             await asyncio.wait({notified}, timeout=None if self.is_paused else self._probe_seconds)
         finally:
             notified.cancel()
-        if notified.done() or self.is_paused:
-            return
+        if not (notified.done() or self.is_paused):
+            await self._prove(self.engines[-1])
+
+    async def _prove(self, engine: Engine) -> None:
+        """Probe and count it; say so when this has failed for too long."""
+        begin = self._last_probe = self._clock()
         try:
-            await self.probe(self.engines[-1].model)
+            await self.probe(engine.model)
         except Exception as error:  # whatever a model raises; `/ready` shows it
             logger.error("the probe forward failed: %s", describe_exception(error))
             self._metrics.probes.labels(outcome="failed").inc()
+            if self._failing_since is None:
+                self._failing_since = begin
+            elif self._clock() - self._failing_since >= self._dead_seconds:
+                self._failing_since = None
+                self._on_dead()
         else:
             self._metrics.probes.labels(outcome="succeeded").inc()
 
-    async def _score(self, batch: Batch, scorer: BatchScorer) -> None:
+    async def _score(self, batch: Batch, scorer: BatchScorer) -> bool:
+        """Whether any item got a reward."""
         start = self._clock()
         for item in batch.items:
             item.request.in_flight_tokens += item.num_tokens
@@ -133,6 +161,7 @@ class BatchLoop:
         self._admission.wake()
         self._observe(batch, scored, seconds, len(requests))
         self._busy_since = start + seconds if any(engine.waiting for engine in self.engines) else None
+        return any(isinstance(outcome, float) for outcome in scored.outcomes)
 
     def _deliver(self, batch: Batch, scored: ScoredBatch, seconds: float) -> set[Request]:
         requests: set[Request] = set()

@@ -15,7 +15,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, get_args
 
@@ -34,6 +35,7 @@ logger = logging.getLogger("rm_server")
 
 EXIT_USER_ERROR = 2
 EXIT_STALLED = 70
+BACKLOG = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,10 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _die(error.format_message())
     except SettingsError as error:
         _die(str(error))
-    # uvicorn raises the signal again after its own clean shutdown; that must not kill the process.
+    # What comes before uvicorn listens to signals is kept for it. It raises the signal again after its own clean
+    # shutdown; that must not kill the process.
+    asked_to_end: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    code, is_busy = asyncio.run(_serve(settings, keys, listener))
+        signal.signal(number, lambda sig, _: asked_to_end.append(sig))
+    code, is_busy = asyncio.run(_serve(settings, keys, listener, asked_to_end))
     if is_busy:
         # A load or a forward that nobody waits for: its thread would keep the interpreter from ending.
         sys.stdout.flush()
@@ -66,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-async def _serve(settings: ServerSettings, keys: Keys, listener: socket.socket) -> tuple[int, bool]:
-    """Returns the exit code, and whether the worker thread is still busy."""
+async def _serve(
+    settings: ServerSettings, keys: Keys, listener: socket.socket, asked_to_end: Sequence[int]
+) -> tuple[int, bool]:
+    """Returns the exit code, and whether the worker thread is still busy. ``asked_to_end``: signals up to now."""
     host, port = listener.getsockname()[:2]
     try:
         service = ScoringService(settings)
@@ -82,8 +88,9 @@ async def _serve(settings: ServerSettings, keys: Keys, listener: socket.socket) 
     if keys.api is None and not _is_loopback(host):
         logger.warning("listening on %s without API keys: whoever reaches the port can score (docs/security.md)", host)
     server = _Server(
-        uvicorn_config(create_app(service, settings, keys), settings),
+        uvicorn_config(create_app(service, settings, keys), settings, service.metrics.count_refused),
         service,
+        asked_to_end,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(service.start(lambda: load_model(settings) if settings.checkpoint else None))
@@ -102,20 +109,32 @@ async def _serve(settings: ServerSettings, keys: Keys, listener: socket.socket) 
         gc.freeze()  # what was loaded stays for good: the collector need not visit it again
         scheme = "http" if settings.ssl_certfile is None else "https"
         print(f"rm-server ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    await serving
+    try:
+        await serving
+    except Exception as failure:  # what uvicorn or the system raises: one line, like all that keeps it from serving
+        code = EXIT_USER_ERROR if isinstance(failure, ValueError | OSError) else 1
+        complaint = f"cannot serve on {host}:{port}: {str(failure) or type(failure).__name__}"
     if complaint:
         _complain(complaint)
     return code, is_busy or service.is_busy
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells the engine when the process is asked to end."""
+    """uvicorn, which tells the engine when the process is asked to end, or was before it listened."""
 
-    def __init__(self, config: uvicorn.Config, service: ScoringService) -> None:
+    def __init__(self, config: uvicorn.Config, service: ScoringService, asked_to_end: Sequence[int]) -> None:
         super().__init__(config)
         self._service = service
+        self._asked_to_end = asked_to_end
         self._loop = asyncio.get_running_loop()
         self._drain: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals():
+            for sig in self._asked_to_end[:1]:
+                self.handle_exit(sig, None)
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -128,12 +147,20 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything is loaded, so that a port in use is known at once."""
+    """Listen before anything is loaded, so that a port in use is known at once.
+
+    Two sockets may be bound to one port (``SO_REUSEADDR``), but one alone listens.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.set_inheritable(False)

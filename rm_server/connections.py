@@ -9,6 +9,7 @@ import logging
 import resource
 import ssl
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import h11
@@ -33,11 +34,16 @@ BODY_SLACK_SECONDS = 1.0
 """A body that is late is answered by the application first, and the connection closed after this."""
 
 
-def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    """How uvicorn serves this application: its own limits, TLS, and no log of its own."""
+def uvicorn_config(
+    app: ASGIApp, settings: ServerSettings, on_refusal: Callable[[ServerError], None] = lambda error: None
+) -> uvicorn.Config:
+    """How uvicorn serves this application: its own limits, TLS, and no log of its own.
+
+    ``on_refusal`` is told of what is answered here, without the application.
+    """
     return uvicorn.Config(
         app,
-        http=bounded_protocol(settings.receive_seconds, settings.max_connections),
+        http=bounded_protocol(settings.receive_seconds, settings.max_connections, on_refusal),
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -51,7 +57,9 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def bounded_protocol(receive_seconds: float, max_connections: int) -> type[H11Protocol]:
+def bounded_protocol(
+    receive_seconds: float, max_connections: int, on_refusal: Callable[[ServerError], None]
+) -> type[H11Protocol]:
     """The HTTP protocol for ``uvicorn.Config(http=…)``, with these limits."""
 
     class BoundedProtocol(H11Protocol):
@@ -131,6 +139,7 @@ def bounded_protocol(receive_seconds: float, max_connections: int) -> type[H11Pr
 
         def _refuse(self, status: str, error: ServerError) -> None:
             """Answer without the application, in its form, and close."""
+            on_refusal(error)
             request_id = uuid.uuid4().hex
             body = error.body()
             body["error"]["request_id"] = request_id

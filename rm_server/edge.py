@@ -6,7 +6,7 @@ the one error body; no exception, and no word of a prompt, reaches a client or t
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
@@ -140,22 +140,22 @@ def error_body(error: ServerError) -> dict[str, Any]:
     return body
 
 
-def translate_http_exception(error: HTTPException, request: Request) -> tuple[ServerError, dict[str, str]]:
+def translate_http_exception(error: HTTPException) -> tuple[ServerError, dict[str, str]]:
     """Unknown routes and methods in our words, with the headers that belong to them."""
-    path = request.url.path[:100]
     if error.status_code == 405:
         allowed = dict(error.headers or {})
-        return MethodNotAllowedError(f"{request.method[:20]} is not allowed on {path}; see /docs"), allowed
+        return MethodNotAllowedError("this route does not take this method; see /docs"), allowed
     if error.status_code == 404:
-        return NotFoundError(f"there is no route {path}; see /docs"), {}
+        return NotFoundError("there is no such route; see /docs"), {}
     return (InvalidRequestError if error.status_code < 500 else InternalError)("the request could not be handled"), {}
 
 
 class ErrorBoundary:
     """ASGI middleware: an exception that nobody handled becomes a 500 without its text."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_refusal: Callable[[ServerError], None] = lambda error: None) -> None:
         self._app = app
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -172,6 +172,7 @@ class ErrorBoundary:
             await self._app(scope, receive, watched_send)
         except Exception as error:
             logger.error("a request failed: %s", describe_exception(error))
+            failure = InternalError("the server failed on this request; its log says where")
+            self._on_refusal(failure)
             if not has_started:
-                response = error_response(InternalError("the server failed on this request; its log says where"))
-                await response(scope, receive, send)
+                await error_response(failure)(scope, receive, send)

@@ -79,6 +79,8 @@ class Request:
         self.pending: deque[Item] = deque()
         self.held_tokens = 0
         self.held_items = 0
+        self.was_admitted = False
+        """A part of it was let in."""
         self.in_flight_tokens = 0
         self.in_flight_items = 0
         self.had_turn = False

@@ -120,16 +120,41 @@ def tokenize(
     return [_tokenize_one(model, item, options, log) for item in inputs]
 
 
+def why_never(model: ServedModel, item: ItemInput, options: TokenizeOptions) -> ServerError | None:
+    """Why an input can never be scored, whatever the load, as far as it is seen without tokenising; else None."""
+    if item.ids is not None:
+        return _why_not_ids(model, item, options, item.ids)
+    limit = options.max_length
+    if options.truncation == "error" and (size := item.size) > limit * MAX_CHARACTERS_PER_TOKEN:
+        return TooLongError(f"{item.path}: {size} characters cannot be {limit} tokens or fewer, which is the limit")
+    return None
+
+
+def _why_not_ids(model: ServedModel, item: ItemInput, options: TokenizeOptions, ids: list[int]) -> ServerError | None:
+    limit = options.max_length
+    if not ids:
+        return InvalidRequestError(f"{item.path}: is empty, there is nothing to score")
+    if len(ids) > limit and options.truncation != "left":
+        return TooLongError(
+            f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
+        )
+    if max(ids) >= model.vocab_size:
+        place = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
+        where = f"{item.path}[{place}]" if item.ids is not None else f"{item.path}: token {place}"
+        return InvalidRequestError(
+            f"{where}: {ids[place]} is not a token id of this model (0 to {model.vocab_size - 1})"
+        )
+    return None
+
+
 def _tokenize_one(
     model: ServedModel, item: ItemInput, options: TokenizeOptions, log: Callable[[str], None]
 ) -> Tokens | ServerError:
     from rm_core.chat import RenderError, truncate_left
 
     limit = options.max_length
-    if item.ids is None and options.truncation == "error" and item.size > limit * MAX_CHARACTERS_PER_TOKEN:
-        return TooLongError(
-            f"{item.path}: {item.size} characters cannot be {limit} tokens or fewer, which is the limit"
-        )
+    if (refusal := why_never(model, item, options)) is not None:
+        return refusal
     try:
         ids, is_finished = (item.ids, True) if item.ids is not None else _render(model, item, options)
         start = _answer_start(model, item, options, ids) if options.token_rewards else 0
@@ -140,19 +165,9 @@ def _tokenize_one(
     except Exception as error:  # a tokenizer may raise anything; it must reach this item's caller, and no other
         log(f"the tokenizer failed: {describe_exception(error)}")
         return InternalError(f"{item.path}: the tokenizer failed on it; the server's log says where")
-    if not ids:
-        return InvalidRequestError(f"{item.path}: is empty, there is nothing to score")
-    if max(ids) >= model.vocab_size:
-        place = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
-        where = f"{item.path}[{place}]" if item.ids is not None else f"{item.path}: token {place}"
-        return InvalidRequestError(
-            f"{where}: {ids[place]} is not a token id of this model (0 to {model.vocab_size - 1})"
-        )
+    if item.ids is None and (refusal := _why_not_ids(model, item, options, ids)) is not None:
+        return refusal
     is_truncated = len(ids) > limit
-    if is_truncated and options.truncation != "left":
-        return TooLongError(
-            f'{item.path}: {len(ids)} tokens are over the limit of {limit}; shorten it, or ask for "truncation": "left"'
-        )
     if is_truncated:
         bos = model.renderer.tokenizer.bos_token_id
         num_cut, ids = len(ids) - limit, truncate_left(ids, limit, bos)

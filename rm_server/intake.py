@@ -1,7 +1,8 @@
 """The way in: a request's inputs are admitted, tokenised off the event loop, and put among the waiting items.
 
 Invariant: part by part, each input becomes a waiting item or an error in its own slot, and what was held for one that
-became no item is given back. A caller is kept no longer than its deadline, whatever the tokenizer is busy with.
+became no item is given back. A caller is kept no longer than its deadline, whatever the tokenizer is busy with, and one
+whose inputs can never be scored waits for no room.
 """
 
 import asyncio
@@ -16,9 +17,9 @@ from rm_server.audit import ids_digest
 from rm_server.engine import Engine
 from rm_server.errors import ServerError
 from rm_server.groups import Item, Request
-from rm_server.inputs import ItemInput, TokenizeOptions, Tokens, tokenize
+from rm_server.inputs import ItemInput, TokenizeOptions, Tokens, tokenize, why_never
 from rm_server.metrics import Metrics
-from rm_server.parts import PartCutter
+from rm_server.parts import PART_ITEMS, PartCutter
 from rm_server.settings import ServerSettings
 from rm_server.worker import Worker
 
@@ -65,8 +66,9 @@ class Intake:
 
         Returns early at the deadline, or once ``settled`` is done: all has been settled from outside.
         """
+        await self._refuse_at_once(engine, request, inputs, options)
         start = 0
-        while start < len(inputs) and self._clock() < deadline:
+        while not request.is_settled and start < len(inputs) and self._clock() < deadline:
             stop, estimate = self._parts.next_part(inputs, start, options.max_length)
             begin = self._clock()
             try:
@@ -86,6 +88,16 @@ class Intake:
             self._enqueue(engine, request, items, estimate, stop - start)
             self._parts.learn(part, items)
             start = stop
+
+    async def _refuse_at_once(
+        self, engine: Engine, request: Request, inputs: Sequence[ItemInput], options: TokenizeOptions
+    ) -> None:
+        """Settle what can never be scored before anything waits for room."""
+        for slot, item in enumerate(inputs):
+            if (refusal := why_never(engine.model, item, options)) is not None:
+                request.settle(slot, refusal)
+            if slot % PART_ITEMS == PART_ITEMS - 1:
+                await asyncio.sleep(0)  # conversations take time to measure, and the event loop must turn
 
     async def _tokenize(
         self,

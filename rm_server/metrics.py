@@ -1,8 +1,8 @@
 """What the server measures, for Prometheus. Names carry their unit; every name is listed in docs/serving.md."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from rm_server.errors import NonFiniteRewardError
+from rm_server.errors import NonFiniteRewardError, ServerError
 from rm_server.groups import Request
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -56,7 +56,9 @@ class Metrics:
         self.forward_failures = counter("rm_forward_failures", "Forwards that raised, by cause", "cause")
         self.probes = counter("rm_probes", "Probe forwards of an idle server", "outcome")
         self.audit_records = counter("rm_audit_records", "Records of the audit log, written or lost", "outcome")
-        self.stalls = counter("rm_stalls", "Forwards, or tokenising, that took longer than stall_seconds")
+        self.stalls = counter(
+            "rm_stalls", "Forwards and tokenising that took stall_seconds, and times without any success that did"
+        )
 
         self.reward_recent_mean = Gauge(
             "rm_reward_recent_mean", "Mean of about the last 1000 rewards; NaN before the first", registry=registry
@@ -87,6 +89,12 @@ class Metrics:
         self.cache_bytes = Gauge("rm_cache_bytes", "Bytes of the keys and values that are cached", registry=registry)
         self.cache_prefixes = Gauge("rm_cache_prefixes", "Beginnings of sequences that are cached", registry=registry)
         self.ready = Gauge("rm_ready", "1 while a forward succeeded lately", registry=registry)
+        self.asleep = Gauge("rm_asleep", "1 while the model is put to sleep", registry=registry)
+        ProcessCollector(registry=registry)  # memory, CPU time and open files; nothing where there is no /proc
+
+    def count_refused(self, error: ServerError) -> None:
+        """Count an answer that is an error."""
+        self.requests_refused.labels(reason=error.type).inc()
 
     def count_outcomes(self, request: Request) -> None:
         """Count the items of an answered request."""

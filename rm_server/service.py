@@ -58,8 +58,8 @@ class ScoringService:
         self.engine: Engine | None = None
         """What new requests go to; None until a model is loaded."""
         self.state: Literal["loading", "serving", "asleep", "draining"] = "loading"
-        self.is_loading_beside = False
-        """A checkpoint is being loaded on a thread of its own."""
+        self.loads: set[object] = set()
+        """Checkpoints that are being loaded, each on a thread of its own. Changed by those threads."""
         self.exit_on_stall: Callable[[], None] | None = None
         self.admission = Admission(
             max_tokens=settings.max_queued_tokens,
@@ -79,6 +79,8 @@ class ScoringService:
             metrics=self.metrics,
             worker=self._worker,
             probe_seconds=settings.probe_seconds,
+            dead_seconds=settings.stall_seconds,
+            on_dead=partial(self._give_up, f"no forward has succeeded for {settings.stall_seconds:g} s"),
             clock=clock,
         )
         self._intake = Intake(
@@ -157,20 +159,20 @@ class ScoringService:
             self.state = "serving"
 
     def begin_drain(self) -> None:
-        """Admit nothing more. What was admitted goes on."""
+        """Admit no new request. One of which a part was admitted goes on, and its other parts come in."""
         self.state = "draining"
-        error = DrainingError("the server is shutting down", 5)
-        self.admission.close(error)
+        self.admission.close(_shutting_down(), let_admitted_finish=True)
         if self.rewards is not None:
-            self.rewards.turn_away(error)
+            self.rewards.turn_away(_shutting_down())
 
     async def drain(self, grace_seconds: float) -> None:
-        """Admit nothing more, wait for what was admitted, and fail what is not done after the grace period."""
+        """Admit no new request, wait for those admitted, and fail what is not done after the grace period."""
         self.begin_drain()
         if self._num_open and grace_seconds > 0:
             await self._wait_until_nothing_is_open(grace_seconds)
         if self._num_open:
             logger.warning("the grace period is over, %d requests are not finished", self._num_open)
+        self.admission.close(_shutting_down())
         self._settle_all(DrainingError("the server shut down before this was scored", 5))
 
     async def stop(self) -> None:
@@ -219,6 +221,11 @@ class ScoringService:
         return self.admission.longest_item
 
     @property
+    def is_loading_beside(self) -> bool:
+        """A checkpoint is being loaded on a thread of its own."""
+        return bool(self.loads)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a thread is at work that nothing can stop: a forward, tokenising, or loading another checkpoint."""
         return self._worker.busy_seconds > 0 or self._intake.tokenizers.busy_seconds > 0 or self.is_loading_beside
@@ -228,7 +235,7 @@ class ScoringService:
         if self.state == "loading":
             return LoadingError("the model is being loaded", 5)
         if self.state == "draining":
-            return DrainingError("the server is shutting down", 5)
+            return _shutting_down()
         if self.state == "asleep":
             return AsleepError("the model is asleep; POST /admin/wake wakes it", 5)
         return None
@@ -252,6 +259,7 @@ class ScoringService:
         self.metrics.queued_items.set(self.admission.items)
         self.metrics.waiting_parts.set(self.admission.num_waiting)
         self.metrics.ready.set(self.why_not_ready() is None)
+        self.metrics.asleep.set(self.state == "asleep")
         if self.engine is not None:
             self.metrics.token_limit.set(self.engine.scorer.token_limit)
             mean, drift = self.engine.recent.mean, self.engine.drift
@@ -262,8 +270,12 @@ class ScoringService:
             self.metrics.cache_prefixes.set(len(cache) if cache is not None else 0)
 
     def _on_stall(self, what: str) -> None:
+        self._give_up(f"{what} has been running for {self.settings.stall_seconds:g} s: it is stuck")
+
+    def _give_up(self, why: str) -> None:
+        """Nothing that this process can mend; with ``exit_on_stall`` it ends for its supervisor."""
         self.metrics.stalls.inc()
-        logger.error("%s has been running for %g s: it is stuck", what, self.settings.stall_seconds)
+        logger.error("%s", why)
         if self.exit_on_stall is not None:
             self.exit_on_stall()
 
@@ -339,3 +351,7 @@ class ScoringService:
 
     def _count_audited(self, outcome: str, records: int) -> None:
         self.metrics.audit_records.labels(outcome=outcome).inc(records)
+
+
+def _shutting_down() -> DrainingError:
+    return DrainingError("the server is shutting down", 5)

@@ -66,7 +66,8 @@ class ServerSettings(BaseModel):
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Bytes of one request body."""
     max_waiting_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Bytes of all request bodies held at once; beyond it requests are refused without waiting."""
+    """Bytes of all request bodies held at once, as they were sent (decoded they take several times as much); beyond it
+    requests are refused without waiting. At least `max_body_bytes`."""
     default_deadline_ms: float = Field(default=100_000, gt=0)
     """How long a caller waits at most, where the request does not say: below the patience of the trainers."""
     max_connections: int = Field(default=4096, ge=1)
@@ -81,9 +82,11 @@ class ServerSettings(BaseModel):
     probe_seconds: float = Field(default=20.0, gt=0)
     """An idle server scores one token this often, to know that it still can."""
     stall_seconds: float = Field(default=300.0, gt=0)
-    """A forward that takes longer, or a tokenizer over one part of a request, is stuck: the server is not ready."""
+    """A forward that takes longer, or a tokenizer over one part of a request, is stuck: the server is not ready. A
+    device on which no forward has succeeded for so long is lost."""
     exit_on_stall: bool = False
-    """End the process (exit 70) when a forward or the tokenizer is stuck, for a supervisor that restarts it."""
+    """End the process (exit 70) when a forward or the tokenizer is stuck, or the device is lost, for a supervisor that
+    restarts it."""
     grace_seconds: float = Field(default=30.0, ge=0)
     """After SIGTERM: how long admitted requests may take to finish."""
     api_keys_file: str | None = None
@@ -158,6 +161,11 @@ def _check_together(settings: ServerSettings) -> None:
         raise SettingsError(
             f"probe_seconds ({settings.probe_seconds:g}) must be below ready_seconds ({settings.ready_seconds:g}), "
             "or an idle server would not be ready"
+        )
+    if settings.max_waiting_bytes < settings.max_body_bytes:
+        raise SettingsError(
+            f"max_waiting_bytes ({settings.max_waiting_bytes}) must be at least max_body_bytes "
+            f"({settings.max_body_bytes}), or the largest body could never be taken in"
         )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise SettingsError("ssl_keyfile: belongs to ssl_certfile, which is not given")

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rm_server.batches import probe
 from rm_server.engine import Engine, check_limits
 from rm_server.errors import (
     BusyError,
     CheckpointRefusedError,
+    DeadlineExceededError,
     InternalError,
     NotEnoughMemoryError,
     RewardIdMismatchError,
@@ -32,6 +34,9 @@ from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
 
 logger = logging.getLogger("rm_server")
+
+LOAD_SECONDS = 1800.0
+"""How long loading a checkpoint may take; a download from the hub that hangs would end no earlier."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,15 @@ class Switch:
         service: ScoringService,
         load: Callable[[ServerSettings, str], ServedModel] = load_model,
         measure: Callable[[ServerSettings, str], Need] = measure_model,
+        load_seconds: float = LOAD_SECONDS,
     ) -> None:
         self._service = service
         self._load = load
         self._measure = measure
+        self._load_seconds = load_seconds
         self._is_busy = False
         self._leaving: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rm-loader")
+        self._thread = _loader_thread()
 
     async def swap(self, checkpoint: str, reward_id: str | None = None) -> Swapped:
         """Serve another checkpoint. Waits for the old model to be freed, ``grace_seconds`` at most.
@@ -77,9 +84,8 @@ class Switch:
             assert old is not None, "this is a bug: serving without a model"
             start = service.clock()
             logger.info("loading %s beside %s", checkpoint, old.model.name)
-            loop = asyncio.get_running_loop()
             try:
-                engine = await loop.run_in_executor(self._thread, self._prepare, checkpoint, reward_id, old.model)
+                engine = await self._load_beside(checkpoint, reward_id, old.model.device)
             except ServerError as refusal:
                 logger.warning("the checkpoint is not served: %s", refusal.message)
                 service.metrics.swaps.labels(outcome=refusal.type).inc()
@@ -112,7 +118,16 @@ class Switch:
             before = resident_bytes() or 0
             await service.fall_asleep()
             engine = service.engine
-            freed = await service.on_worker(lambda: _leave_device(engine))
+            try:
+                freed = await service.on_worker(lambda: _leave_device(engine))
+            except Exception as failure:  # the host's memory may be full; part of the model may have moved
+                logger.error("the model cannot leave its device: %s", describe_exception(failure))
+                await self._bring_back(engine.model)
+                if is_out_of_memory(failure):
+                    raise NotEnoughMemoryError(
+                        "not enough memory on the host to sleep; the server goes on", 5
+                    ) from None
+                raise InternalError("the model cannot leave its device; it goes on") from None
             logger.info("asleep: the model is off its device")
             return max(freed, before - (resident_bytes() or before), 0)
 
@@ -125,20 +140,33 @@ class Switch:
                     raise error
                 return
             assert service.engine is not None, "this is a bug: asleep without a model"
-            model = service.engine.model
-            try:
-                await service.on_worker(lambda: _return_to_device(model))
-            except Exception as error:  # whatever a device raises; the caller is told, and the server sleeps on
-                logger.error("the model cannot be woken: %s", describe_exception(error))
-                if is_out_of_memory(error):
-                    raise NotEnoughMemoryError("not enough memory on the device to wake", 5) from None
-                raise InternalError("the model cannot be brought back; the server's log says where") from None
-            service.wake_up()
-            logger.info("awake: serving %s", model.reward_id)
+            await self._bring_back(service.engine.model)
+            logger.info("awake: serving %s", service.engine.model.reward_id)
 
     def close(self) -> None:
         """End the loader's thread. A load that is under way is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _bring_back(self, model: ServedModel) -> None:
+        try:
+            await self._service.on_worker(lambda: _return_to_device(model))
+        except Exception as error:  # whatever a device raises; the caller is told, and the server sleeps on
+            logger.error("the model cannot be woken: %s", describe_exception(error))
+            if is_out_of_memory(error):
+                raise NotEnoughMemoryError("not enough memory on the device to wake", 5) from None
+            raise InternalError("the model cannot be brought back; the server's log says where") from None
+        self._service.wake_up()
+
+    async def _load_beside(self, checkpoint: str, reward_id: str | None, device: Any) -> Engine:
+        """What ``_prepare`` gives. One that takes too long is left to itself, and what it gives is dropped."""
+        loading = asyncio.get_running_loop().run_in_executor(self._thread, self._prepare, checkpoint, reward_id, device)
+        await asyncio.wait({loading}, timeout=self._load_seconds)
+        if loading.done():
+            return loading.result()
+        loading.add_done_callback(_drop)
+        self.close()
+        self._thread = _loader_thread()  # the other one is not free before the load ends, if it ever does
+        raise DeadlineExceededError(f"{checkpoint}: was not loaded within {self._load_seconds:g} s, which is the limit")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -150,14 +178,14 @@ class Switch:
         finally:
             self._is_busy = False
 
-    def _prepare(self, checkpoint: str, reward_id: str | None, old: ServedModel) -> Engine:
-        """Load and verify. On the loader's thread; raises ServerError."""
+    def _prepare(self, checkpoint: str, reward_id: str | None, device: Any) -> Engine:
+        """Load and verify, beside a model on ``device``. On the loader's thread; raises ServerError."""
         settings, rewards = self._service.settings, self._service.rewards
         if rewards is not None and rewards.recipe.model_part is None:
             raise CheckpointRefusedError("the recipe has no part of kind model: nothing would use a checkpoint")
-        self._service.is_loading_beside = True
+        self._service.loads.add(load := object())
         try:
-            lacking = why_too_little(self._measure(settings, checkpoint), old.device, settings.memory_fraction)
+            lacking = why_too_little(self._measure(settings, checkpoint), device, settings.memory_fraction)
             if lacking is not None:
                 raise NotEnoughMemoryError(f"{checkpoint}: {lacking}", 30)
             model = self._service.dress(self._load(settings, checkpoint))
@@ -176,7 +204,7 @@ class Switch:
                 raise NotEnoughMemoryError(f"{checkpoint}: memory ran out while it was loaded", 30) from None
             raise CheckpointRefusedError(f"{checkpoint}: cannot be loaded; the server's log says where") from None
         finally:
-            self._service.is_loading_beside = False
+            self._service.loads.discard(load)
 
     async def _free(self, old: Engine) -> None:
         """Wait for the last answer of an engine and give its memory back."""
@@ -193,6 +221,16 @@ class Switch:
             gc.freeze()
         return_freed_memory()
         logger.info("the old model is freed")
+
+
+def _loader_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="rm-loader")
+
+
+def _drop(late: "asyncio.Future[Engine]") -> None:
+    if late.cancelled() or late.exception() is not None:
+        return
+    logger.warning("a checkpoint that took too long is loaded now, and dropped")
 
 
 def _leave_device(engine: Engine) -> int:

@@ -16,9 +16,12 @@ import uvicorn
 from rm_core.passes import Scored
 from rm_core.tree import MIN_SHARED, shared_length
 from rm_server.app import create_app
+from rm_server.auth import Keys, hash_key
 from rm_server.connections import uvicorn_config
+from rm_server.memory import Need
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
+from rm_server.switch import Switch
 
 
 def expected_score(ids: Sequence[int]) -> float:
@@ -102,11 +105,28 @@ def fake(tiny_model: Any) -> FakeModel:
     return FakeModel(tiny_model.renderer)
 
 
+Load = Callable[[ServerSettings, str], Any]
+
+
+def switch_of(service: ScoringService, load: Load | None) -> Switch | None:
+    """A switch that loads what the test says and finds memory enough."""
+    return None if load is None else Switch(service, load, lambda settings, checkpoint: Need(0, 0))
+
+
+@pytest.fixture
+def admin_key(tmp_path: Any) -> tuple[Keys, str]:
+    """A file with one admin key, read, and the key."""
+    (tmp_path / "admin.txt").write_text(f"{hash_key('an admin key')} boss\n")
+    return Keys.from_files(None, str(tmp_path / "admin.txt")), "an admin key"
+
+
 @asynccontextmanager
-async def running(model: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ScoringService]]:
-    """A started service behind a client, in this process."""
+async def running(
+    model: Any, *, keys: Keys | None = None, load: Load | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, ScoringService]]:
+    """A started service behind a client, in this process. ``load`` is what ``/admin/checkpoint`` loads with."""
     service = ScoringService(ServerSettings(checkpoint="fake", **settings))
-    app = create_app(service, service.settings)
+    app = create_app(service, service.settings, keys, switch_of(service, load))
     await service.start(lambda: model)
     transport = httpx.ASGITransport(app=app)
     try:
@@ -126,10 +146,13 @@ def serve() -> Callable[..., Any]:
 
 
 @asynccontextmanager
-async def listening(model: Any, **settings: Any) -> AsyncIterator[tuple[str, "QuietServer"]]:
+async def listening(
+    model: Any, *, keys: Keys | None = None, load: Load | None = None, **settings: Any
+) -> AsyncIterator[tuple[str, "QuietServer"]]:
     """A started service behind a real socket, served as the command serves it, on this event loop."""
     service = ScoringService(ServerSettings(checkpoint="fake", **settings))
-    server = QuietServer(uvicorn_config(create_app(service, service.settings), service.settings))
+    app = create_app(service, service.settings, keys, switch_of(service, load))
+    server = QuietServer(uvicorn_config(app, service.settings, service.metrics.count_refused))
     server.service = service
     await service.start(lambda: model)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -180,6 +180,26 @@ async def test_who_waits_behind_one_that_leaves_or_gives_up_comes_in_at_once(giv
     assert small.done(), "the room is there; nothing has to end first"
 
 
+async def test_door_that_lets_the_admitted_finish_is_closed_to_all_others() -> None:
+    admission, _ = door(max_tokens=1000)
+    known, _ = await start(admission, 700)
+    _, more = await start(admission, 100, request=known)
+    _, newcomer = await start(admission, 400)
+    admission.close(DrainingError("closing"), let_admitted_finish=True)
+    with pytest.raises(DrainingError):
+        await newcomer
+    with pytest.raises(DrainingError):
+        await admission.admit(Request(1), 1, 1, 60)
+    assert not more.done()
+    admission.hold(known, -700, -1)
+    admission.wake()
+    await more
+    _, last = await start(admission, 900, request=known)
+    admission.close(DrainingError("closing"))
+    with pytest.raises(DrainingError):
+        await last
+
+
 async def test_closing_the_door_refuses_who_waits_and_who_comes() -> None:
     admission, _ = door()
     await start(admission, 900)

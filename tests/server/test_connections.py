@@ -136,8 +136,8 @@ async def test_what_is_no_http_is_refused_in_the_one_error_form(
             assert (await client.post("/score", content=BODY)).status_code == 200
 
 
-async def test_one_connection_too_many_is_told_so(fake: Any, serve_on_socket: Serve) -> None:
-    async with serve_on_socket(fake, max_connections=3) as (url, _):
+async def test_one_connection_too_many_is_told_so(fake: Any, serve_on_socket: Serve, sample: Any) -> None:
+    async with serve_on_socket(fake, max_connections=3) as (url, server):
         held = [await (await Caller.to(url)).send(WHOLE) for _ in range(3)]
         for caller in held:
             assert (await caller.answer())[0] == 200
@@ -146,6 +146,7 @@ async def test_one_connection_too_many_is_told_so(fake: Any, serve_on_socket: Se
         assert (status, closes) == (503, True)
         assert answer["error"]["type"] == "overloaded"
         assert "3 connections" in answer["error"]["message"]
+        assert sample(server.service, "rm_requests_refused_total", reason="overloaded") == 1
         assert await one_more.is_closed_by_server()
         assert (await (await held[0].send(WHOLE)).answer())[0] == 200
         for caller in (one_more, *held):

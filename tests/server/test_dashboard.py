@@ -20,7 +20,7 @@ def exported() -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
     registry = ScoringService(ServerSettings(checkpoint="x")).metrics.registry
     for collector in registry._collector_to_names:
-        labels = {*collector._labelnames, *OF_PROMETHEUS}  # type: ignore[attr-defined]
+        labels = {*getattr(collector, "_labelnames", ()), *OF_PROMETHEUS}
         for family in collector.collect():
             endings = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
             names |= {family.name + ending: labels for ending in endings}
@@ -44,7 +44,7 @@ def test_every_query_names_metrics_and_labels_that_exist() -> None:
     assert len(asked) > 30
     assert len(alerts()) >= 7
     for query in asked + alerts():
-        names = re.findall(r"\b(rm_[a-z0-9_]+)", query)
+        names = re.findall(r"\b((?:rm|process)_[a-z0-9_]+)", query)
         assert names, query
         assert set(names) <= known.keys(), query
         labels = set(re.findall(r'([a-z_]+)\s*=~?\s*"', query))

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -305,6 +306,38 @@ async def test_drain_finishes_what_was_admitted_and_refuses_the_rest(
         await draining
 
 
+async def test_drain_lets_in_the_later_parts_of_what_was_admitted_and_no_newcomer(
+    fake: Any, serve: Serve, score_of: Any, eventually: Any
+) -> None:
+    ids = [[n // 256, n % 256] for n in range(1500)]
+    async with serve(fake, max_queued_items=700) as (client, service):
+        fake.hold()
+        admitted = asyncio.create_task(client.post("/score", json={"input_ids": ids}))
+        await fake.until_entered()
+        newcomer = asyncio.create_task(client.post("/score", json={"input_ids": [[9]] * 300}))
+        await eventually(lambda: service.admission.num_waiting == 2)
+        draining = asyncio.create_task(service.drain(grace_seconds=30))
+        assert (await newcomer).json()["error"]["type"] == "draining"
+        assert not draining.done()
+        fake.gate.set()
+        answer = (await admitted).json()
+        assert answer["rewards"] == [score_of(one) for one in ids]
+        assert "errors" not in answer
+        await draining
+
+
+async def test_after_the_grace_period_the_later_parts_are_refused_too(fake: Any, serve: Serve, eventually: Any) -> None:
+    async with serve(fake, max_queued_items=700) as (client, service):
+        fake.hold()
+        admitted = asyncio.create_task(client.post("/score", json={"input_ids": [[1]] * 1500}))
+        await fake.until_entered()
+        await eventually(lambda: service.admission.num_waiting == 1)
+        await service.drain(grace_seconds=0.01)
+        response = await asyncio.wait_for(admitted, 10)
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "draining")
+        assert service.admission.num_waiting == 0
+
+
 async def test_after_the_grace_period_nobody_is_left_hanging(fake: Any, serve: Serve) -> None:
     async with serve(fake) as (client, service):
         fake.hold()
@@ -422,6 +455,102 @@ async def test_bug_in_the_planner_fails_the_waiting_and_serves_the_next(
         assert (response.status_code, response.json()["error"]["type"]) == (500, "internal")
         assert (await client.post("/score", json={"input_ids": [[1]]})).status_code == 200
         assert service.admission.tokens == 0
+
+
+@pytest.mark.parametrize("where", ["planner", "delivery"])
+async def test_bug_after_items_were_taken_for_a_batch_leaves_no_caller_hanging(
+    fake: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch, eventually: Any, where: str
+) -> None:
+    import rm_server.batches as batches
+
+    owner, name = (batches, "plan_batch") if where == "planner" else (batches.BatchLoop, "_deliver")
+    real = getattr(owner, name)
+
+    def explode(*args: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        if where == "planner":
+            real(*args)
+        raise AssertionError("this is a bug")
+
+    async with serve(fake) as (client, service):
+        fake.hold()
+        blocker = asyncio.create_task(client.post("/score", json={"input_ids": [[1]]}))
+        await fake.until_entered()
+        calls = [asyncio.create_task(client.post("/score", json={"input_ids": [[n], [n, n]]})) for n in range(2, 5)]
+        await eventually(lambda: len(service.waiting) == 6)
+        if where == "planner":
+            fake.before = lambda batch: monkeypatch.setattr(owner, name, explode)
+        else:
+            monkeypatch.setattr(owner, name, explode)
+        fake.gate.set()
+        answers = await asyncio.wait_for(asyncio.gather(*calls), 10)
+        assert {(answer.status_code, answer.json()["error"]["type"]) for answer in answers} == {(500, "internal")}
+        assert (await blocker).status_code == (200 if where == "planner" else 500)
+        fake.before = lambda batch: None
+        assert (await client.post("/score", json={"input_ids": [[1]]})).status_code == 200
+        assert service.admission.tokens == service.admission.items == service.num_open == 0
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_device_on_which_nothing_succeeds_is_told_to_the_supervisor(
+    fake: Any, serve: Serve, sample: Any, is_idle: bool
+) -> None:
+    async with serve(fake, probe_seconds=0.02, ready_seconds=1, stall_seconds=0.2) as (client, service):
+        gave_up = asyncio.Event()
+        service.exit_on_stall = gave_up.set
+
+        def lost(batch: Any) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        fake.before = lost
+
+        async def call() -> None:
+            while not gave_up.is_set():
+                assert (await client.post("/score", json={"input_ids": [[1]]})).status_code == 500
+
+        callers = [asyncio.create_task(call()) for _ in range(0 if is_idle else 4)]
+        await asyncio.wait_for(gave_up.wait(), 10)
+        await asyncio.gather(*callers)
+        assert sample(service, "rm_stalls_total") == 1
+        assert sample(service, "rm_probes_total", outcome="failed") >= 2
+
+
+async def test_items_that_always_fail_are_no_lost_device(fake: Any, serve: Serve, sample: Any) -> None:
+    def fail(batch: list[list[int]]) -> None:
+        if any(ids[0] == 13 for ids in batch):
+            raise ValueError("bad item")
+
+    fake.before = fail
+    async with serve(fake, probe_seconds=0.02, ready_seconds=30, stall_seconds=0.1) as (client, service):
+        gave_up = asyncio.Event()
+        service.exit_on_stall = gave_up.set
+        while sample(service, "rm_probes_total", outcome="succeeded") < 10:
+            assert (await client.post("/score", json={"input_ids": [[13]]})).status_code == 500
+        assert not gave_up.is_set()
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_every_answer_that_is_an_error_is_counted(
+    fake: Any, serve: Serve, sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(fake) as (client, service):
+        for method, path, status, kind in (
+            ("GET", "/nothing", 404, "not_found"),
+            ("GET", "/score", 405, "invalid_request"),
+            ("POST", "/admin/sleep", 403, "forbidden"),
+        ):
+            assert (await client.request(method, path)).status_code == status
+            assert sample(service, "rm_requests_refused_total", reason=kind) == 1
+
+        def fail() -> None:
+            raise RuntimeError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(service, "update_gauges", fail)
+            assert (await client.get("/metrics")).status_code == 500
+        assert sample(service, "rm_requests_refused_total", reason="internal") == 1
+        if sys.platform == "linux":
+            assert "\nprocess_resident_memory_bytes " in (await client.get("/metrics")).text
 
 
 async def test_impossible_limits_are_refused_at_start(fake: Any) -> None:

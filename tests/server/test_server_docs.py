@@ -40,7 +40,7 @@ def test_settings_in_the_docs_are_the_declared_ones() -> None:
 def test_every_metric_is_in_the_docs() -> None:
     service = ScoringService(ServerSettings(checkpoint="x"))
     served = {metric.name for metric in service.metrics.registry.collect()}
-    documented = set(re.findall(r"`(rm_[a-z_]+?)(?:_total)?[`{]", SERVING.read_text(encoding="utf-8")))
+    documented = set(re.findall(r"`((?:rm|process)_[a-z_]+?)(?:_total)?[`{]", SERVING.read_text(encoding="utf-8")))
     assert served == documented - {"rm_server", "rm_client", "rm_core", "rm_train"}
 
 

@@ -3,10 +3,15 @@
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from rm_server.loader import load_model
+from rm_server.settings import ServerSettings, SettingsError
 
 Serve = Callable[..., Any]
 TOLERANCE = 1e-4
@@ -32,6 +37,27 @@ async def test_served_scores_equal_the_model_alone_in_one_request_and_by_16_clie
     np.testing.assert_allclose(whole.json()["rewards"], alone, atol=TOLERANCE, rtol=0)
     for i, answer in enumerate(answers):
         np.testing.assert_allclose(answer.json()["rewards"], alone[i::16], atol=TOLERANCE, rtol=0)
+
+
+def test_start_says_why_so_many_threads_and_that_budget(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "rm_server")
+    given = {"checkpoint": str(tiny_checkpoint), "device": "cpu", "num_threads": torch.get_num_threads()}
+    load_model(ServerSettings(**given))
+    assert "CPU threads (num_threads), 12288 tokens a batch (the default)" in caplog.text
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    load_model(ServerSettings(**given | {"num_threads": 0, "max_batch_tokens": 64}))
+    assert "CPU threads (OMP_NUM_THREADS), 64 tokens a batch (as set)" in caplog.text
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    load_model(ServerSettings(**given | {"num_threads": 0}))
+    assert "CPU threads (torch's choice for this machine)" in caplog.text
+
+
+def test_prefix_cache_beyond_the_memory_is_refused_before_anything_is_loaded() -> None:
+    settings = ServerSettings(checkpoint="not there", device="cpu", prefix_cache_mb=1 << 40)
+    with pytest.raises(SettingsError, match=r"prefix_cache_mb \(1099511627776\) is over the memory of \d+ MiB"):
+        load_model(settings)
 
 
 async def test_group_of_chat_answers_equals_its_conversations(tiny_model: Any, serve: Serve) -> None:

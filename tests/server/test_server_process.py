@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from rm_server.settings import SettingsError
+
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -76,6 +78,41 @@ def test_process_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1, result.stderr
     assert "config.json" in result.stderr
+
+
+def run_patched(patch: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, in which something was changed before."""
+    code = f"import os, signal, time\nfrom rm_server import cli\n{patch}\ncli.main(['x', '--port', '0'])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("name", ["ScoringService", "create_app", "uvicorn_config", "raise_file_limit"])
+def test_sigterm_before_anything_is_served_ends_the_process_with_0(name: str) -> None:
+    result = run_patched(
+        f"real = cli.{name}\n"
+        f"cli.{name} = lambda *args, **options: (os.kill(os.getpid(), signal.SIGTERM), real(*args, **options))[1]\n"
+        "cli.load_model = lambda settings: time.sleep(20)"
+    )
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_server_that_cannot_serve_its_socket_says_why_in_one_line() -> None:
+    result = run_patched(
+        "async def fail(self, sockets): raise OSError(98, 'Address already in use')\n"
+        "cli._Server.startup = fail\n"
+        "cli.load_model = lambda settings: time.sleep(20)"
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "Address already in use" in result.stderr
+
+
+def test_of_two_servers_on_one_port_the_second_is_refused() -> None:
+    from rm_server.cli import _listen
+
+    with _listen("127.0.0.1", 0) as first, pytest.raises(SettingsError, match="Address already in use"):
+        _listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_port_in_use_is_one_line_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_booleans_and_the_checkpoint_come_from_the_environment() -> None:
         ({}, {}, "a: [", "is not valid YAML"),
         ({"probe_seconds": "90"}, {}, None, "probe_seconds (90) must be below ready_seconds (60)"),
         ({"max_length": "9000", "max_queued_tokens": "8000"}, {}, None, "could never be admitted"),
+        ({"max_waiting_bytes": "1000000"}, {}, None, "max_waiting_bytes (1000000) must be at least max_body_bytes"),
     ],
 )
 def test_wrong_setting_is_one_line_that_says_where(

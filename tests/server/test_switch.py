@@ -56,10 +56,15 @@ def admin_keys(tmp_path: Any) -> Keys:
 
 @asynccontextmanager
 async def switching(
-    model: Any, keys: Keys, load: Load, measure: Any = lambda settings, checkpoint: Need(0, 0), **settings: Any
+    model: Any,
+    keys: Keys,
+    load: Load,
+    measure: Any = lambda settings, checkpoint: Need(0, 0),
+    load_seconds: float = 60.0,
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ScoringService]]:
     service = ScoringService(ServerSettings(checkpoint="fake", **settings))
-    app = create_app(service, service.settings, keys, Switch(service, load, measure))
+    app = create_app(service, service.settings, keys, Switch(service, load, measure, load_seconds))
     # Nothing here may keep a model alive that was swapped out.
     models, gate = [model], getattr(model, "gate", threading.Event())
     del model
@@ -259,6 +264,31 @@ async def test_server_that_is_asked_to_end_during_a_load_ends_and_the_swap_is_re
         assert (await swap).json()["error"]["type"] == "draining"
 
 
+async def test_load_that_hangs_is_given_up_and_what_it_gives_later_is_dropped(fake: Any, swappable: Start) -> None:
+    may_load, late = threading.Event(), []
+
+    def load(settings: ServerSettings, checkpoint: str) -> Any:
+        model = Other(fake.renderer, float(checkpoint))
+        if checkpoint == "1":
+            assert may_load.wait(20), "the test never let it go"
+            late.append(weakref.ref(model))
+        return model
+
+    async with swappable(load=load, load_seconds=0.5) as (client, service):
+        response = await client.post("/admin/checkpoint", json={"checkpoint": "1"})
+        assert (response.status_code, response.json()["error"]["type"]) == (504, "deadline_exceeded")
+        assert "was not loaded within 0.5 s" in response.json()["error"]["message"]
+        assert metric(service, "rm_swaps_total", outcome="deadline_exceeded") == 1
+        assert service.is_loading_beside, "a thread cannot be stopped"
+        answer = (await client.post("/admin/checkpoint", json={"checkpoint": "2"})).json()
+        assert answer["reward_id"] == "sha256:shift2"
+        may_load.set()
+        await until(lambda: not service.is_loading_beside)
+        (gone,) = late
+        await until(lambda: gc.collect() >= 0 and gone() is None)
+        assert (await client.post("/score", json={"input_ids": [[1]]})).json()["reward_id"] == "sha256:shift2"
+
+
 async def test_asleep_nothing_is_scored_the_device_is_free_and_waking_brings_it_back(
     fake: Any, swappable: Start
 ) -> None:
@@ -323,6 +353,46 @@ async def test_device_that_is_still_full_leaves_it_asleep_and_it_may_be_woken_la
         assert (response.status_code, response.json()["error"]["type"]) == (503, "not_enough_memory")
         assert service.state == "asleep"
         assert (await client.post("/admin/wake")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"), [(MemoryError(), 503, "not_enough_memory"), (RuntimeError("x"), 500, "internal")]
+)
+async def test_model_that_cannot_leave_its_device_is_put_back_and_serves_on(
+    fake: Any, swappable: Start, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, kind: str
+) -> None:
+    def half_way() -> int:
+        fake.is_away = True
+        raise error
+
+    async with swappable(fake) as (client, service):
+        with monkeypatch.context() as patched:
+            patched.setattr(fake, "leave_device", half_way)
+            response = await client.post("/admin/sleep")
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert (service.state, fake.is_away) == ("serving", False)
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post("/score", json={"input_ids": [[1]]})).json()["rewards"] == [expected_score([1])]
+        assert (await client.post("/admin/sleep")).status_code == 200
+        await client.get("/metrics")
+        assert (metric(service, "rm_asleep"), metric(service, "rm_ready")) == (1, 0)
+
+
+async def test_model_that_can_neither_leave_nor_come_back_sleeps_until_it_can(
+    fake: Any, swappable: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> int:
+        raise MemoryError
+
+    async with swappable(fake) as (client, service):
+        with monkeypatch.context() as patched:
+            patched.setattr(fake, "leave_device", full)
+            patched.setattr(fake, "return_to_device", full)
+            response = await client.post("/admin/sleep")
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "not_enough_memory")
+        assert service.state == "asleep"
+        assert (await client.post("/admin/wake")).status_code == 200
+        assert (await client.post("/score", json={"input_ids": [[1]]})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["checkpoint", "sleep", "wake"])
