@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 32 * 1024
 RESERVED_FILES = 256
 """Open files that are no connections: checkpoint, libraries, logs."""
 GOODBYE_SECONDS = 2.0
+LINGERING = 128
+"""Refused connections that may wait for their callers to have sent what they send; more are closed at once."""
 BODY_SLACK_SECONDS = 1.0
 """A body that is late is answered by the application first, and the connection closed after this."""
 
@@ -66,6 +68,7 @@ def bounded_protocol(
         _timer: asyncio.TimerHandle | None = None
         _timed: tuple[object, object] = (None, None)
         _write_timer: asyncio.TimerHandle | None = None
+        _is_refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -82,7 +85,7 @@ def bounded_protocol(
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if not self.transport.is_closing():
+            if not self.transport.is_closing() and not self._is_refused:
                 super().data_received(data)
                 self._watch()
 
@@ -154,7 +157,14 @@ def bounded_protocol(
             lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
             self._stop()
             self.transport.write("\r\n".join(lines).encode("ascii") + content)
-            self.transport.close()
+            if self.transport.can_write_eof() and len(self.connections) <= max_connections + LINGERING:
+                # Closing with bytes of the caller's unread resets the connection, and the answer would be lost: what
+                # is still sent is read and dropped.
+                self._is_refused = True
+                self.transport.write_eof()
+                self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
+            else:
+                self.transport.close()
 
     return BoundedProtocol
 

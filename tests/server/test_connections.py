@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,30 @@ async def test_one_connection_too_many_is_told_so(fake: Any, serve_on_socket: Se
         assert (await (await held[0].send(WHOLE)).answer())[0] == 200
         for caller in (one_more, *held):
             await caller.close()
+
+
+def blocking_call(url: str) -> bytes:
+    """What a client that sends first and reads afterwards gets: everything, up to the connection's end."""
+    address = urlsplit(url)
+    received = b""
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        time.sleep(0.2)
+        for _ in range(30):
+            connection.sendall(HEAD % 300_000 + b"\r\n" + b" " * 10_000)
+            time.sleep(0.005)
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+async def test_refusal_reaches_a_caller_who_is_still_sending(fake: Any, serve_on_socket: Serve) -> None:
+    async with serve_on_socket(fake, max_connections=1) as (url, _):
+        held = await (await Caller.to(url)).send(WHOLE)
+        assert (await held.answer())[0] == 200
+        answer = await asyncio.to_thread(blocking_call, url)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert answer.endswith(b"}")
+        await held.close()
 
 
 async def test_pipelined_requests_are_answered_in_order(fake: Any, serve_on_socket: Serve, score_of: Any) -> None:
