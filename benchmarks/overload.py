@@ -19,9 +19,11 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import common
 import fixtures
@@ -98,58 +100,77 @@ async def list_impossible(server: Server) -> list[tuple[bytes, int]]:
     ]
 
 
-async def overload(server: Server, texts: FreshTexts, rate: float, seconds: float, deadline: float) -> Tally:
-    """Send ``rate`` tokens a second whatever comes back."""
+async def overload(server: Server, bodies: Sequence[tuple[bytes, int]], seconds: float, deadline: float) -> Tally:
+    """Send these bodies, evenly over the time, whatever comes back."""
     tally = Tally()
     impossible = itertools.cycle(await list_impossible(server))
     begin = time.perf_counter()
-    async with new_client(server) as client:
 
-        async def send(body: dict[str, Any]) -> None:
-            start = time.perf_counter()
-            try:
-                response = await client.post("/score", json=body | {"deadline_ms": deadline * 1000})
-            except httpx.HTTPError as error:
-                tally.wrong.append(type(error).__name__)
-                return
-            took = time.perf_counter() - start
-            if response.status_code == 200:
-                scored = sum(reward is not None for reward in response.json()["rewards"])
-                is_whole = scored == len(body["completions"])
-                tally.kinds["answered" if is_whole else "answered in part"] += 1
-                tally.broken += not is_whole
-                if start + took < begin + seconds:
-                    tally.useful_tokens += scored * (PROMPT_TOKENS + ANSWER_TOKENS)
-                if took > deadline + GRACE_SECONDS:
-                    tally.late.append(took)
-                return
-            error = response.json()["error"]
-            tally.kinds[error["type"]] += 1
-            tally.broken += error["type"] == "deadline_exceeded"  # who was not let in is told "overloaded"
-            tally.refused_at.append(took)
-            if not error["retryable"] or took > deadline + GRACE_SECONDS:
-                tally.wrong.append(f"{response.status_code} {error['type']} after {took:.1f} s")
+    async def send(body: bytes, size: int) -> None:
+        start = time.perf_counter()
+        try:
+            status, answer = await post(server, body)
+        except OSError as error:
+            tally.wrong.append(type(error).__name__)
+            return
+        took = time.perf_counter() - start
+        if status == 200:
+            scored = sum(reward is not None for reward in answer["rewards"])
+            tally.kinds["answered" if scored == size else "answered in part"] += 1
+            tally.broken += scored != size
+            if start + took < begin + seconds:
+                tally.useful_tokens += scored * (PROMPT_TOKENS + ANSWER_TOKENS)
+            if took > deadline + GRACE_SECONDS:
+                tally.late.append(took)
+            return
+        error = answer["error"]
+        tally.kinds[error["type"]] += 1
+        tally.broken += error["type"] == "deadline_exceeded"  # who was not let in is told "overloaded"
+        tally.refused_at.append(took)
+        if not error["retryable"] or took > deadline + GRACE_SECONDS:
+            tally.wrong.append(f"{status} {error['type']} after {took:.1f} s")
 
-        async def send_impossible(body: bytes, status: int) -> None:
-            start = time.perf_counter()
-            response = await client.post("/score", content=body)
-            tally.never_fits.append(time.perf_counter() - start)
-            if response.status_code != status:
-                tally.wrong.append(f"{response.status_code} for a request that can never fit")
+    async def send_impossible(body: bytes, wanted: int) -> None:
+        start = time.perf_counter()
+        try:
+            status, _ = await post(server, body)
+        except OSError as error:
+            tally.wrong.append(type(error).__name__)
+            return
+        tally.never_fits.append(time.perf_counter() - start)
+        if status != wanted:
+            tally.wrong.append(f"{status} for a request that can never fit")
 
-        tasks: list[asyncio.Task[None]] = []
-        sent, number = 0, 0
-        while (now := time.perf_counter() - begin) < seconds:
-            while sent < rate * now:
-                body = draw(texts)
-                sent += tokens_of(body)
-                tasks.append(asyncio.create_task(send(body)))
-            if now * 2 > number:
-                number += 1
-                tasks.append(asyncio.create_task(send_impossible(*next(impossible))))
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*tasks)
+    tasks: list[asyncio.Task[None]] = []
+    sent = 0
+    while (now := time.perf_counter() - begin) < seconds:
+        for body, size in bodies[sent : int(len(bodies) * now / seconds)]:
+            tasks.append(asyncio.create_task(send(body, size)))
+            sent += 1
+        if now * 2 > len(tasks) - sent:
+            tasks.append(asyncio.create_task(send_impossible(*next(impossible))))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*tasks)
     return tally
+
+
+async def post(server: Server, body: bytes) -> tuple[int, Any]:
+    """POST /score over a connection of its own. httpx looks at each of its connections for every request, which a
+    thousand of them make slower than the server."""
+    address = urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        request = (
+            f"POST /score HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        )
+        writer.write(f"{request}Content-Type: application/json\r\n\r\n".encode() + body)
+        answer = await reader.read()
+    finally:
+        writer.close()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    if not content:
+        raise ConnectionResetError("the server closed the connection without an answer")
+    return int(head.split()[1]), json.loads(content)
 
 
 def new_client(server: Server) -> httpx.AsyncClient:
@@ -173,7 +194,14 @@ def main() -> None:
         maximum = asyncio.run(measure_maximum(server, texts, seconds / 2))
         common.say(f"unloaded maximum: {maximum:.0f} tokens/s")
         rate = arguments.factor * maximum
-        tally = asyncio.run(overload(server, texts, rate, seconds, arguments.deadline))
+        bodies = []
+        tokens = 0.0
+        while tokens < rate * seconds:
+            body = draw(texts)
+            tokens += tokens_of(body)
+            content = json.dumps(body | {"deadline_ms": arguments.deadline * 1000}).encode()
+            bodies.append((content, len(body["completions"])))
+        tally = asyncio.run(overload(server, bodies, seconds, arguments.deadline))
         after = asyncio.run(measure_maximum(server, texts, seconds / 4))
     ratio = tally.useful_tokens / seconds / maximum
     p99 = statistics.quantiles(tally.never_fits, n=100)[98] if len(tally.never_fits) > 1 else float("nan")

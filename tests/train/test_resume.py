@@ -158,7 +158,7 @@ def test_resume_on_other_data_is_refused(
     config = config_in(tmp_path, tiny_base, (path, data[1]))
     write_rows(path, text_rows(10))
     with pytest.raises(Killed):
-        fit(config, kill_at(5))
+        fit(config, kill_at(5), overwrite=True)
     rows = text_rows(10)
     rows[7]["rejected"] += " indeed"
     write_rows(path, rows)
@@ -333,7 +333,8 @@ def test_full_disk_while_writing_the_checkpoint_leaves_the_old_one(
             fit(config, Quiet())
     assert {path.name: path.read_bytes() for path in first.iterdir()} == before
     found = sorted(path.name for path in first.parent.iterdir())
-    assert found == [*RUN_FILES, STATE_FILE], "no half-written directory stays behind"
+    left = {*RUN_FILES, STATE_FILE} - {"evaluation.jsonl"}  # that of the first run would be taken for this one's
+    assert found == sorted(left), "no half-written directory stays behind"
     # training was done: its last saved state is enough to finish
     assert_same_run(fit(config, Quiet(), resume=True).directory, unbroken)
 
