@@ -95,7 +95,8 @@ class Cluster:
     def running(self, command: list[str], **environment: str) -> "Iterator[subprocess.Popen[str]]":
         """Run a command of Ray's beside the test. What it says can be read from its stdout."""
         process = subprocess.Popen(
-            [str(Path(sys.executable).parent / command[0]), *command[1:]],
+            # Who runs the tests in the background may have SIGINT ignored, which processes inherit.
+            ["env", "--default-signal=INT", str(Path(sys.executable).parent / command[0]), *command[1:]],
             env={**self.environment, **environment},
             cwd=self._directory,
             stdout=subprocess.PIPE,
