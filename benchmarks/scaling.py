@@ -68,7 +68,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = common.parse_arguments(__doc__.splitlines()[0], _options)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # As rm-server has it: before torch is loaded.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
     import torch
 
     from rm_core.model import RewardModel
