@@ -3,7 +3,7 @@
 Starts ``rm-server`` on the checkpoint, drives Debian's Chromium through Playwright, and looks at every page 390 pixels
 wide as well: nothing may stick out to the side. ``--narrow DIR`` keeps those pictures too.
 
-Invariant: a page that reports an error or is wider than its window fails the script.
+Invariant: a page that reports an error or is wider than its window, or whose tables are cut off, fails the script.
 """
 
 import argparse
@@ -33,6 +33,7 @@ _HEIGHT = """most => {
   const bottoms = cards.map(card => card.getBoundingClientRect().bottom + scrollY);
   return Math.ceil(16 + Math.max(...bottoms.filter(bottom => bottom + 16 <= most)));
 }"""
+_CUT_TABLES = '[...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth).length'
 PAGES: dict[str, Literal["light", "dark"]] = {"playground": "light", "checkpoint": "light", "live": "dark"}
 QUESTION = "I can't concentrate while studying."
 ANSWERS = [
@@ -96,6 +97,8 @@ def _take(page: Any, url: str, name: str, width: int, folder: Path | None) -> li
     reach = page.evaluate("document.documentElement.scrollWidth")
     if reach > width:
         problems.append(f"{name}: is {reach} pixels wide in a window of {width}")
+    if cut := page.evaluate(_CUT_TABLES):
+        problems.append(f"{name}: {cut} tables are cut off at {width} pixels")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.png"

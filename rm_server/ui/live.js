@@ -18,7 +18,7 @@ const TILES = [
   ["drift", "drift", (e) => [e.rewards.drift === null ? "–" : `${signed(e.rewards.drift, 2)} σ`, e.checkpoint ? `from ${number(e.checkpoint.mean)}` : "nothing to compare with"]],
 ];
 const SERIES = [
-  ["Mean reward", (e) => e.rewards.mean, (v) => number(v, 2), null],
+  ["Mean reward", (e) => e.rewards.mean, (v) => number(v, 3), null],
   ["Answers a second", (e) => e.rates.items, rate, 0],
   ["Tokens in the queue", (e) => e.queue.tokens, (v) => (v >= 10000 ? `${Math.round(v / 1000)} k` : whole(v)), 0],
   ["Batch fill", (e) => e.rates.batch_fill, (v) => percent(v), 0],

@@ -310,6 +310,8 @@ async def test_nothing_serious_for_axe_and_nothing_sticks_out(
             ]
             assert serious == [], name
             assert await page.evaluate("document.documentElement.scrollWidth") <= width, name
+            cut = '[...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth).length'
+            assert await page.evaluate(cut) == 0, name
     assert complaints == []
 
 
