@@ -6,6 +6,7 @@ Invariant: everything that scores (trainer's evaluation, server, command line) g
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -314,7 +315,11 @@ class RewardModel:
     @property
     def reward_id(self) -> str:
         """Identity of the reward; equal in every process that loads the same files."""
-        return self.record.reward_id if self.record else reward_id_of(self.hashes, self.renderer.rules)
+        return self.record.reward_id if self.record else self._computed_reward_id
+
+    @cached_property
+    def _computed_reward_id(self) -> str:
+        return reward_id_of(self.hashes, self.renderer.rules)
 
     @property
     def tokenizer_hash(self) -> str:

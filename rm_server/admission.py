@@ -20,8 +20,10 @@ from rm_server.groups import Request
 
 ROOM_IN_BATCHES = 16
 """The measured rate never lowers the room below this many batches."""
-CAUTION = 1.25
-"""Who has less than this times the expected time left is not let in: it would be late, and waste its turn."""
+CAUTION = 2.0
+"""Who has less than this times the expected time left is not let in: it would be late, and waste its turn. Under
+overload everyone is let in at this margin, so whatever the expectation misses (a rate that falls while the machine is
+busy refusing, the batch in flight, tokenising) must fit into it, or all are late at once."""
 
 
 class Rate:
@@ -147,7 +149,7 @@ class Admission:
         if self._let_in(self._newcomers) and self._let_in(self._holders):
             # Nobody else wants the room: the most patient of the late ones may make it now. If that one does not,
             # the others are not looked at, or an overload would cost a look at everybody after every batch.
-            while self._late and self._makes_it(waiter := next(reversed(self._late))) and self._fits(waiter):
+            while self._late and self._is_in_time(waiter := next(reversed(self._late))) and self._fits(waiter):
                 self._enter(self._late, waiter)
 
     def _let_in(self, line: _Line) -> bool:
@@ -194,9 +196,13 @@ class Admission:
         return self.tokens + waiter.tokens <= tokens and self.items + waiter.items <= items
 
     def _makes_it(self, waiter: _Waiter) -> bool:
+        """Whether a newcomer is let in. One that finds the room empty is, whatever the rate was: it measures it."""
+        return self.items == 0 or self._is_in_time(waiter)
+
+    def _is_in_time(self, waiter: _Waiter) -> bool:
         """Whether a request let in now can be answered by its deadline, at the measured rate and under fair turns."""
         rate = self.rate.tokens_per_second
-        if rate is None or self.items == 0:
+        if rate is None:
             return True
         ahead = self.tokens
         if waiter.tokens <= self._max_batch_tokens // 4:

@@ -35,7 +35,7 @@ from rm_server.info import describe
 from rm_server.inputs import TokenizeOptions, list_inputs
 from rm_server.logs import RequestLog
 from rm_server.protocols import add_schemas, protocol_router
-from rm_server.schema import ErrorResponse, ScoreRequest, ScoreResponse, parse_score_request
+from rm_server.schema import ErrorResponse, ScoreRequest, ScoreResponse, count_items, parse_score_request
 from rm_server.scorer import ServedModel
 from rm_server.service import ScoringService
 from rm_server.settings import ServerSettings
@@ -137,9 +137,9 @@ def create_app(
         arrival = service.clock()
         body = await bodies.read(request)
         try:
-            answer = await until_client_leaves(
-                request, _score(service, parse_score_request(decode_json(body)), arrival)
-            )
+            data = decode_json(body)
+            service.refuse_too_many(count_items(data))
+            answer = await until_client_leaves(request, _score(service, parse_score_request(data), arrival))
         finally:
             bodies.release(body)
         service.metrics.request_seconds.labels(route=request.url.path).observe(service.clock() - arrival)

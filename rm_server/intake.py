@@ -74,8 +74,9 @@ class Intake:
             try:
                 await self._admission.admit(request, estimate, stop - start, deadline)
             except ServerError as error:
+                kept = error.with_traceback(None)  # its frames hold the request, which would hold it: a cycle
                 for slot in range(start, len(inputs)):
-                    request.settle(slot, error)
+                    request.settle(slot, kept)
                 return
             if start == 0:
                 self._metrics.requests_admitted.inc()

@@ -275,6 +275,16 @@ def parse_score_request(data: Any) -> ScoreRequest:
     return parse_as(ScoreRequest, data)
 
 
+def count_items(data: Any) -> int:
+    """Items in decoded JSON whose form is not checked yet: known before anything is made of them."""
+    if not isinstance(data, dict):
+        return 0
+    groups = data["groups"] if isinstance(data.get("groups"), list) else []
+    holders = [data, *(group for group in groups if isinstance(group, dict))]
+    lists = [holder.get(name) for holder in holders for name in ("completions", "texts", "conversations", "input_ids")]
+    return sum(len(items) for items in lists if isinstance(items, list))
+
+
 def parse_as(model: type[M], data: Any) -> M:
     """Check decoded JSON against a request's model. Raises InvalidRequestError, which names the first wrong field."""
     if not isinstance(data, dict):

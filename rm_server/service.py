@@ -281,6 +281,11 @@ class ScoringService:
 
     # ------------------------------------------------------------------ one request
 
+    def refuse_too_many(self, num_items: int) -> None:
+        """Raise TooLargeError where a request has more items than any may have."""
+        if num_items > (limit := self.settings.max_request_items):
+            raise TooLargeError(f"{num_items} items in one request are over the limit of {limit}")
+
     async def score(self, inputs: Sequence[ItemInput], options: TokenizeOptions, deadline: float) -> Request:
         """Score all inputs; returns the request with a reward or an error for each, in order.
 
@@ -290,10 +295,7 @@ class ScoringService:
         error = self.why_not_serving()
         if error is not None:
             raise error
-        if len(inputs) > self.settings.max_request_items:
-            raise TooLargeError(
-                f"{len(inputs)} items in one request are over the limit of {self.settings.max_request_items}"
-            )
+        self.refuse_too_many(len(inputs))
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = Request(len(inputs), lambda: None if settled.done() else settled.set_result(None))
         if not inputs:

@@ -5,8 +5,11 @@ Invariant: work that has begun is under way until it ends, whoever still waits f
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -50,26 +53,47 @@ class Worker:
             finally:
                 self._begun.pop(number, None)
 
-        future = self.executor.submit(on_thread)
-        timer: asyncio.TimerHandle
-
-        def watch() -> None:
-            nonlocal timer
-            seconds = self._clock() - self._begun.get(number, self._clock())
-            if future.done():
-                return
-            if seconds >= self._stall_seconds:
-                self._on_stall()
-            else:
-                timer = loop.call_later(self._stall_seconds - seconds, watch)
-
-        timer = loop.call_later(self._stall_seconds, watch)
+        job: _Job[T] = _Job(number, self.executor.submit(on_thread))
+        ended = loop.create_future()
+        # Not wrap_future: it leaves a cycle of a dozen objects, and what they hold, to the garbage collector.
+        job.future.add_done_callback(partial(_tell, loop, ended))
+        job.timer = loop.call_later(self._stall_seconds, self._watch, loop, job)
         try:
-            return await asyncio.wrap_future(future)
+            await ended
+            return job.future.result()
         finally:
-            if future.done():  # else the waiter was cancelled, and the thread is still at it
-                timer.cancel()
+            if job.future.cancel() or job.future.done():  # else the thread is still at it, and is watched
+                job.timer.cancel()
+            del job
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, job: "_Job[Any]") -> None:
+        if job.future.done():
+            return
+        seconds = self._clock() - self._begun.get(job.number, self._clock())
+        if seconds >= self._stall_seconds:
+            self._on_stall()
+        else:
+            job.timer = loop.call_later(self._stall_seconds - seconds, self._watch, loop, job)
 
     def close(self) -> None:
         """Take no more work; what is under way is not waited for."""
         self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class _Job(Generic[T]):
+    number: int
+    future: "Future[T]"
+    timer: asyncio.TimerHandle = field(init=False)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, ended: "asyncio.Future[None]", future: "Future[Any]") -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(_end, ended, future.cancelled())
+
+
+def _end(ended: "asyncio.Future[None]", is_cancelled: bool) -> None:
+    if is_cancelled:
+        ended.cancel()
+    elif not ended.done():
+        ended.set_result(None)

@@ -172,9 +172,22 @@ async def test_compressed_bodies_are_refused(fake: Any, serve: Serve) -> None:
     assert "Content-Encoding" in response.json()["error"]["message"]
 
 
-async def test_too_many_items_are_refused_with_both_numbers(fake: Any, serve: Serve) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [[1]] * 4},
+        {"texts": ["a"] * 4},
+        {"conversations": [[]] * 4},
+        {"prompt": "a", "completions": ["b"] * 4},
+        {"groups": [{"prompt": "a", "completions": ["b", "c"]}] * 2},
+        {"texts": ["a", 1, None, []]},
+    ],
+)
+async def test_too_many_items_are_refused_with_both_numbers_before_they_are_read(
+    fake: Any, serve: Serve, body: dict[str, Any]
+) -> None:
     async with serve(fake, max_request_items=3) as (client, _):
-        response = await client.post("/score", json={"input_ids": [[1]] * 4})
+        response = await client.post("/score", json=body)
     assert response.status_code == 413
     assert "4 items" in response.json()["error"]["message"]
     assert "limit of 3" in response.json()["error"]["message"]
