@@ -169,11 +169,17 @@ def calibrate(
 
     def measure(loaded: RewardModel) -> Measured:
         found = evaluate_data(
-            loaded, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter()
+            loaded,
+            data,
+            columns=columns,
+            max_tokens=max_tokens,
+            max_length=min(training_length, loaded.max_length) if training_length is not None else None,
+            limit=limit,
+            reporter=ConsoleReporter(),
         )
         if not len(found.table):
             raise DataError(", ".join(data), "holds no pairs, only best-of-N rows")
-        return measured(found.table)
+        return measured(found.table, {"max_length": found.max_length})
 
     record, directory = run_calibrate(
         model, measure, {"sources": data}, output=output, text_as=as_, end=end_, training_length=training_length

@@ -32,18 +32,21 @@ def evaluate_data(
     *,
     columns: Columns | None = None,
     max_tokens: int,
+    max_length: int | None = None,
     limit: int | None,
     reporter: ConsoleReporter,
 ) -> Evaluated:
     """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError.
 
-    ``columns`` maps our names to the rows', in all sources alike.
+    ``columns`` maps our names to the rows', in all sources alike; ``max_length`` is read by ``length_limit``.
     """
     sources = [SourceConfig.model_validate(parse_source(text)) for text in data]
     counts = [count_rows(source) for source in sources]
     about = None if limit is not None or None in counts else sum(count for count in counts if count is not None)
     with reporter.count("scoring", about) as advance:
-        found = evaluate_stream(model, _items(sources, columns, limit), max_tokens=max_tokens, progress=advance)
+        found = evaluate_stream(
+            model, _items(sources, columns, limit), max_tokens=max_tokens, max_length=max_length, progress=advance
+        )
     if not len(found.table) and not found.best_of:
         raise DataError(", ".join(data), "holds no pairs")
     if found.num_not_finite:
@@ -61,7 +64,7 @@ def _items(sources: Sequence[SourceConfig], columns: Columns | None, limit: int 
 
 def report_of(model: RewardModel, found: Evaluated) -> dict[str, Any]:
     """The whole report of one model, as plain JSON values."""
-    report: dict[str, Any] = {"reward_id": model.reward_id, "dtype": model.dtype}
+    report: dict[str, Any] = {"reward_id": model.reward_id, "dtype": model.dtype, "max_length": found.max_length}
     if len(found.table):
         report |= full_report(found.table)
     if found.best_of:
@@ -76,11 +79,13 @@ def compare(
     dtype: Dtype,
     columns: Columns | None = None,
     max_tokens: int,
+    max_length: int | None = None,
     limit: int | None,
     reporter: ConsoleReporter,
 ) -> dict[str, Any]:
     """Evaluate each model on the same rows and compare every later one with the first.
 
+    Without ``max_length`` each one cuts where its own training did, so that its numbers are those of ``eval``.
     The result holds ``models`` (a report each) and ``comparisons``: paired difference of accuracy with interval and p
     value, the same for best-of-N, and scale and offset that map the first model's rewards onto the other's.
     """
@@ -89,7 +94,17 @@ def compare(
     for path in paths:
         model = RewardModel.load(path, dtype=dtype)
         reporter.say(f"{path}: {model.reward_id}, {model.dtype}")
-        found.append(evaluate_data(model, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=reporter))
+        found.append(
+            evaluate_data(
+                model,
+                data,
+                columns=columns,
+                max_tokens=max_tokens,
+                max_length=max_length,
+                limit=limit,
+                reporter=reporter,
+            )
+        )
         models.append({"model": path, **report_of(model, found[-1])})
         del model  # before the next one is loaded
     comparisons = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train import metrics
 from rm_train.best_of import BestOf, ScoredBestOf, encode_best_of
@@ -90,7 +91,9 @@ def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str,
 class Evaluated:
     """The columns of the pairs and the scored best-of-N rows of an evaluation."""
 
-    table: EvalTable = field(default_factory=EvalTable)
+    table: EvalTable
+    max_length: int
+    """Tokens to which both were cut."""
     best_of: list[ScoredBestOf] = field(default_factory=list)
 
     @property
@@ -100,23 +103,39 @@ class Evaluated:
         return sum(int((~np.isfinite(column)).sum()) for column in columns)
 
 
+def length_limit(model: RewardModel, max_length: int | None = None) -> int:
+    """Tokens to which an evaluation cuts: what is asked for, or as training did, or all that the model reads.
+
+    Raises CheckpointError where more is asked for than the model reads.
+    """
+    if max_length is None:
+        trained = model.record.training_length if model.record is not None else None
+        return min(trained or model.max_length, model.max_length)
+    if max_length > model.max_length:
+        raise CheckpointError(f"{model.name}: reads at most {model.max_length} tokens; --max-length is {max_length}")
+    return max_length
+
+
 def evaluate_stream(
     model: RewardModel,
     items: Iterable[Pair | BestOf],
     *,
     max_tokens: int,
+    max_length: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Evaluated:
     """Score rows as they come, a chunk at a time; of each only its numbers are kept.
 
-    ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError.
+    ``max_length`` is read by ``length_limit``. ``progress`` is called with the number of rows of each finished chunk or
+    part of one. Raises DataError or CheckpointError.
     """
-    found = Evaluated(EvalTable(model.head_offsets))
+    limit = length_limit(model, max_length)
+    found = Evaluated(EvalTable(model.head_offsets), limit)
     for chunk in chunks(items, _CHUNK):
         pairs = [item for item in chunk if isinstance(item, Pair)]
         rows = [item for item in chunk if isinstance(item, BestOf)]
-        encoded = encode_pairs(pairs, model.renderer, model.max_length)
-        answers = [encode_best_of(row, model.renderer, model.max_length) for row in rows]
+        encoded = encode_pairs(pairs, model.renderer, limit)
+        answers = [encode_best_of(row, model.renderer, limit) for row in rows]
         sequences = [ids for item in encoded for ids in (item.chosen, item.rejected)]
         sequences += [ids for group, _ in answers for ids in group]
         advance = _in_rows(progress, len(sequences), len(chunk))

@@ -10,6 +10,12 @@ import typer
 Data = Annotated[list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs.")]
 MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward pass.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        min=8, help="Cut longer pairs to this many tokens.  [default: as in training, or else the model's context]"
+    ),
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
 
 Column = Annotated[

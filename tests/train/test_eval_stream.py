@@ -1,5 +1,6 @@
 """Evaluation of files that pass through: pairs, best-of-N sets, and models beside each other."""
 
+import copy
 import json
 import math
 import shutil
@@ -9,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rm_core.checkpoint import read_record
 from rm_core.model import RewardModel
 from rm_train import evaluation as evaluation_module
 from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best_of
 from rm_train.data import read_items, read_pairs
 from rm_train.encode import encode_pairs
 from rm_train.eval_table import EvalTable, full_report, table_of
-from rm_train.evaluation import Rewards, evaluate_stream, quick_metrics, score_pairs
+from rm_train.evaluation import Rewards, evaluate_stream, length_limit, quick_metrics, score_pairs
+from rm_train.fit import fit
 from rm_train.rows import DataError, Row
 from rm_train.scoring import score_sequences
 from tests.conftest import make_checkpoint, save_base
-from tests.train.runs import chat_rows, text_rows, write_rows
+from tests.train.runs import Quiet, chat_rows, make_config, text_rows, write_rows
 from tests.train.test_cli import run
 
 BEST: list[dict[str, Any]] = [
@@ -254,6 +257,68 @@ def test_eval_takes_pairs_and_best_of_n_rows_of_one_file(
     assert code == 0
     assert "best-of-N accuracy" in out
     assert f"{float(first[0] > first[1:].max()):.3f}" in out
+
+
+# ------------------------------------------------------------------ the length limit
+
+
+def long_rows(count: int) -> list[dict[str, Any]]:
+    return [{**row, "prompt": f"{row['prompt']}{'much too long ' * 20}"} for row in text_rows(count, seed=5)]
+
+
+def test_eval_gives_the_numbers_that_fit_recorded_on_the_same_file(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained at 128 tokens, on a model that reads 512: both cut the same pairs at the same place."""
+    file = write_rows(tmp_path / "pairs.jsonl", [*text_rows(6), *long_rows(6), *chat_rows(2, seed=1)])
+    train = {"max_steps": 3, "learning_rate": 3e-3}
+    result = fit(make_config(tiny_base, tmp_path, file, file, train=train), Quiet())
+    assert result.record is not None
+    recorded = result.record.metrics
+    checkpoint = result.directory / "checkpoint"
+    report = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--json")[1])
+    assert (report["max_length"], report["truncated"]) == (recorded["max_length"], recorded["truncated"]) == (128, 6)
+    assert report["accuracy"] == recorded["accuracy"]
+    assert report["log_loss"] == pytest.approx(recorded["log_loss"], abs=1e-4)
+    assert report["reward"]["mean"] == pytest.approx(recorded["reward"]["mean"], abs=1e-4)
+
+    shown = run(capsys, "eval", checkpoint, file, "--dtype", "float32")[1].split("\n")
+    assert any(line.split() == ["length", "limit", "128", "tokens"] for line in shown)
+    assert any("14 (6 cut to the length limit)" in line for line in shown)
+    whole = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--max-length", 512, "--json")[1])
+    assert (whole["max_length"], whole["truncated"]) == (512, 0)
+    assert whole["log_loss"] != pytest.approx(recorded["log_loss"], abs=1e-4)
+    code, _, err = run(capsys, "eval", checkpoint, file, "--max-length", 513)
+    assert code == 2
+    assert "reads at most 512 tokens; --max-length is 513" in err
+
+
+def test_compare_and_calibrate_cut_where_training_did(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some 300 tokens a pair; recorded are 256. Best-of-N rows are cut alike."""
+    best = {"prompt": "y" * 300, "chosen": ["a"], "rejected": ["b"]}
+    file = write_rows(tmp_path / "pairs.jsonl", [*long_rows(3), best])
+    arguments = ["compare", tiny_checkpoint, tiny_checkpoint, file, "--dtype", "float32"]
+    for options, limit, cut in (([], 256, 3), (["--max-length", 400], 400, 0)):
+        models = json.loads(run(capsys, *arguments, *options, "--json")[1])["models"]
+        found = {(model["max_length"], model["truncated"], model["best_of_n"]["truncated"]) for model in models}
+        assert found == {(limit, cut, cut // 3)}
+    assert "3 cut to 256 tokens" in run(capsys, *arguments)[1]
+    for name, options, cut in (("recorded", [], 3), ("given", ["--training-length", 400], 0)):
+        output = tmp_path / name
+        assert run(capsys, "calibrate", tiny_checkpoint, file, "--output", output, *options)[0] == 0
+        record = read_record(output)
+        assert record is not None
+        assert (record.metrics["max_length"], record.metrics["truncated"]) == (record.training_length, cut)
+
+
+def test_model_without_a_training_length_is_cut_where_it_ends(tiny_model: RewardModel) -> None:
+    adopted = copy.copy(tiny_model)
+    adopted.record = None
+    assert length_limit(adopted) == adopted.max_length == 512
+    assert length_limit(tiny_model) == 256
+    assert length_limit(tiny_model, 512) == 512
 
 
 # ------------------------------------------------------------------ compare
