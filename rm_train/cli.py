@@ -14,7 +14,7 @@ import typer
 
 from rm_core.smollm2 import BundledModelError
 from rm_train import eval_commands, inspect_commands
-from rm_train.options import Column, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of, one_of
+from rm_train.options import Column, Conservative, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of, one_of
 
 app = typer.Typer(
     name="rm-train",
@@ -73,9 +73,7 @@ def score(
     components: Annotated[
         bool, typer.Option("--components", help="Add mean, std and min over the heads (head.count above 1).")
     ] = False,
-    conservative: Annotated[
-        float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads.")
-    ] = 0.0,
+    conservative: Conservative = 0.0,
 ) -> None:
     """Score rows {"prompt", "completions"}, {"prompt", "completion"}, {"text"} or {"messages"}; JSON lines out."""
     from rm_core.model import RewardModel

@@ -59,6 +59,8 @@ def report_table(report: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     if limit := report.get("max_length"):
         table.add_row("length limit", f"{limit} tokens")
+    if report.get("conservative"):
+        table.add_row("reward is", f"mean - {report['conservative']:g} std over the heads")
     if report.get("pairs"):
         _add_pairs(table, report)
     if best := report.get("best_of_n"):

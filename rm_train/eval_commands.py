@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rm_train.options import Column, Data, Dtype, Limit, MaxLength, MaxTokens, columns_of, dtype_of
+from rm_train.options import Column, Conservative, Data, Dtype, Limit, MaxLength, MaxTokens, columns_of, dtype_of
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
@@ -19,6 +19,7 @@ def evaluate(
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
     max_length: MaxLength = None,
+    conservative: Conservative = 0.0,
     limit: Limit = None,
     column: Column = None,
     as_json: AsJson = False,
@@ -38,6 +39,7 @@ def evaluate(
         columns=columns,
         max_tokens=max_tokens,
         max_length=max_length,
+        conservative=conservative,
         limit=limit,
         reporter=ConsoleReporter(),
     )

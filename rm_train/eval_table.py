@@ -40,9 +40,13 @@ class _Labels:
 class EvalTable:
     """Columns of evaluation pairs, in the order they were added."""
 
-    def __init__(self, head_offsets: npt.NDArray[np.float32] | None = None) -> None:
-        """``head_offsets`` [K] were taken off the single heads' rewards that are added; None: nothing was."""
+    def __init__(self, head_offsets: npt.NDArray[np.float32] | None = None, conservative: float = 0.0) -> None:
+        """``head_offsets`` [K] were taken off the single heads' rewards that are added; None: nothing was.
+
+        ``conservative`` times the heads' std was taken off the rewards.
+        """
         self.truncated = 0
+        self.conservative = conservative
         self._head_offsets = head_offsets
         self._head_sums: Floats | None = None
         self._prompts = array("Q")
@@ -182,13 +186,14 @@ def _heads_report(table: EvalTable, std_chosen: Floats, std_rejected: Floats, st
         return float(values.mean()) if len(values) else None
 
     sure = np.abs(chosen - rejected) / np.maximum(std_margin, 1e-12)
+    left = 1.0 - table.conservative  # of the one std that is to be taken off
     half = np.argsort(-sure, kind="stable")[: max(len(sure) // 2, 1)]
     return {
         "mean_std": float(np.concatenate([std_chosen, std_rejected]).mean()),
         "margin_std_right": mean(std_margin[right == 1]),
         "margin_std_wrong": mean(std_margin[right == 0]),
         "accuracy_of_surer_half": float(right[half].mean()),
-        "accuracy_mean_minus_std": metrics.accuracy(chosen - std_chosen, rejected - std_rejected, labels),
+        "accuracy_mean_minus_std": metrics.accuracy(chosen - left * std_chosen, rejected - left * std_rejected, labels),
     }
 
 

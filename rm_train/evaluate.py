@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rm_core.checkpoint import CheckpointError
+from rm_core.checkpoint import CheckpointError, conservative_reward_id
 from rm_core.model import RewardModel
 from rm_train.best_of import BestOf, best_of_report, scores_of
 from rm_train.comparisons import compare_correctness, linear_map
@@ -33,19 +33,26 @@ def evaluate_data(
     columns: Columns | None = None,
     max_tokens: int,
     max_length: int | None = None,
+    conservative: float = 0.0,
     limit: int | None,
     reporter: ConsoleReporter,
 ) -> Evaluated:
     """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError.
 
-    ``columns`` maps our names to the rows', in all sources alike; ``max_length`` is read by ``length_limit``.
+    ``columns`` maps our names to the rows', in all sources alike; ``max_length`` and ``conservative`` are those of
+    ``evaluate_stream``.
     """
     sources = [SourceConfig.model_validate(parse_source(text)) for text in data]
     counts = [count_rows(source) for source in sources]
     about = None if limit is not None or None in counts else sum(count for count in counts if count is not None)
     with reporter.count("scoring", about) as advance:
         found = evaluate_stream(
-            model, _items(sources, columns, limit), max_tokens=max_tokens, max_length=max_length, progress=advance
+            model,
+            _items(sources, columns, limit),
+            max_tokens=max_tokens,
+            max_length=max_length,
+            conservative=conservative,
+            progress=advance,
         )
     if not len(found.table) and not found.best_of:
         raise DataError(", ".join(data), "holds no pairs")
@@ -65,6 +72,9 @@ def _items(sources: Sequence[SourceConfig], columns: Columns | None, limit: int 
 def report_of(model: RewardModel, found: Evaluated) -> dict[str, Any]:
     """The whole report of one model, as plain JSON values."""
     report: dict[str, Any] = {"reward_id": model.reward_id, "dtype": model.dtype, "max_length": found.max_length}
+    if found.conservative:
+        report["reward_id"] = conservative_reward_id(model.reward_id, found.conservative)
+        report["conservative"] = found.conservative
     if len(found.table):
         report |= full_report(found.table)
     if found.best_of:

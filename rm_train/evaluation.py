@@ -16,7 +16,7 @@ from rm_train.best_of import BestOf, ScoredBestOf, encode_best_of
 from rm_train.encode import EncodedPair, encode_pairs
 from rm_train.eval_table import EvalTable
 from rm_train.pairs import Pair
-from rm_train.scoring import chunks, score_heads
+from rm_train.scoring import chunks, need_heads, score_heads
 
 _CHUNK = 2048
 """Rows held at a time: enough to find long shared prompts, some megabytes of tokens."""
@@ -94,6 +94,8 @@ class Evaluated:
     table: EvalTable
     max_length: int
     """Tokens to which both were cut."""
+    conservative: float = 0.0
+    """K, where the rewards are mean - K * std over the heads."""
     best_of: list[ScoredBestOf] = field(default_factory=list)
 
     @property
@@ -122,15 +124,19 @@ def evaluate_stream(
     *,
     max_tokens: int,
     max_length: int | None = None,
+    conservative: float = 0.0,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Evaluated:
     """Score rows as they come, a chunk at a time; of each only its numbers are kept.
 
-    ``max_length`` is read by ``length_limit``. ``progress`` is called with the number of rows of each finished chunk or
-    part of one. Raises DataError or CheckpointError.
+    ``max_length`` is read by ``length_limit``; ``conservative`` K makes the reward mean - K * std over the heads.
+    ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError, and
+    CheckpointError, also for K of a model with one head alone.
     """
+    if conservative:
+        need_heads(model)
     limit = length_limit(model, max_length)
-    found = Evaluated(EvalTable(model.head_offsets), limit)
+    found = Evaluated(EvalTable(model.head_offsets, conservative), limit, conservative)
     for chunk in chunks(items, _CHUNK):
         pairs = [item for item in chunk if isinstance(item, Pair)]
         rows = [item for item in chunk if isinstance(item, BestOf)]
@@ -140,6 +146,8 @@ def evaluate_stream(
         sequences += [ids for group, _ in answers for ids in group]
         advance = _in_rows(progress, len(sequences), len(chunk))
         scored, heads = score_heads(model, sequences, max_tokens=max_tokens, progress=advance)
+        if heads is not None:
+            scored = scored - conservative * heads.std(axis=1)
         rewards = scored.astype(np.float64)
         for index, item in enumerate(encoded):
             first, second = 2 * index, 2 * index + 1

@@ -16,6 +16,9 @@ MaxLength = Annotated[
         min=8, help="Cut longer pairs to this many tokens.  [default: as in training, or else the model's context]"
     ),
 ]
+Conservative = Annotated[
+    float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads (head.count above 1).")
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
 
 Column = Annotated[
