@@ -87,9 +87,12 @@ def _interval(accuracy: dict[str, Any]) -> str:
 
 def _add_pairs(table: Table, report: dict[str, Any]) -> None:
     accuracy = report["accuracy"]
+    is_kwise = report.get("rows", report["pairs"]) != report["pairs"]
     rows = [
         ("pairs", f"{report['pairs']}{_cut(report)}"),
+        *([("rows", f"{report['rows']}, each counting one in an accuracy")] if is_kwise else []),
         ("accuracy", _interval(accuracy)),
+        *([("accuracy of pairs", f"{report['accuracy_of_pairs']:.3f}")] if is_kwise else []),
         ("longer wins", f"{report['longer_wins']:.3f}"),
     ]
     if report.get("bag_of_words") is not None:

@@ -132,6 +132,7 @@ def _compared(old: Evaluated, new: Evaluated) -> dict[str, Any]:
                 correctness(old.table.chosen, old.table.rejected, old.table.labels),
                 correctness(new.table.chosen, new.table.rejected, new.table.labels),
                 old.table.prompts,
+                weights=old.table.row_parts,
             )
         )
     if old.best_of:

@@ -77,12 +77,14 @@ def score_pairs(
 
 
 def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str, float]:
-    """What is logged during training; the loss counts soft labels and weights as training does."""
+    """What is logged during training; the loss counts soft labels and weights as training does, an accuracy rows."""
     labels = [1.0 if item.pair.label is None else item.pair.label for item in encoded]
     weights = [item.pair.weight for item in encoded]
     return {
         "loss": metrics.log_loss(rewards.chosen, rewards.rejected, labels=labels, weights=weights),
-        "accuracy": metrics.accuracy(rewards.chosen, rewards.rejected, labels),
+        "accuracy": metrics.accuracy(
+            rewards.chosen, rewards.rejected, labels, [item.pair.row_part for item in encoded]
+        ),
         "margin": float((rewards.chosen - rewards.rejected).mean()),
     }
 

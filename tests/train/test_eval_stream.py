@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rm_core.checkpoint import read_record
 from rm_core.model import RewardModel
 from rm_train import evaluation as evaluation_module
+from rm_train.baselines import accuracy_of_margins, longer_wins
 from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best_of
+from rm_train.console import report_table
 from rm_train.data import read_items, read_pairs
 from rm_train.encode import encode_pairs
 from rm_train.eval_table import EvalTable, full_report, table_of
 from rm_train.evaluation import Rewards, evaluate_stream, length_limit, quick_metrics, score_pairs
 from rm_train.fit import fit
+from rm_train.report_plots import by_group
 from rm_train.rows import DataError, Row
+from rm_train.run_directory import Run, write_evaluation
 from rm_train.scoring import score_sequences
 from tests.conftest import make_checkpoint, save_base
 from tests.train.runs import Quiet, chat_rows, make_config, text_rows, write_rows
@@ -160,6 +165,57 @@ def test_accuracy_by_length_difference(tiny_model: RewardModel) -> None:
         "chosen longer": 0.0,
         "chosen over double": 1.0,
     }
+
+
+def test_kwise_row_counts_no_more_than_a_pair_in_every_accuracy(
+    tiny_model: RewardModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row of eight answers is 28 pairs, all of them got wrong, beside two pairs that are got right: 2 of 3 rows and 2
+    of 30 pairs, whatever the rows weigh in the loss."""
+    completions = ["a" * (i + 1) for i in range(8)]
+    rows = [
+        {"prompt": "rank? ", "completions": completions, "ranks": list(range(8)), "weight": 5, "category": "many"},
+        {"prompt": "one? ", "chosen": "bbb", "rejected": "b", "category": "few"},
+        {"prompt": "two? ", "chosen": "bbb", "rejected": "b", "category": "few"},
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    pairs = list(read_pairs(str(file)))
+    encoded = encode_pairs(pairs, tiny_model.renderer, 128)
+    chosen = np.array([0.0 if pair.category == "many" else 1.0 for pair in pairs])
+    spread = np.stack([np.arange(3.0)] * len(pairs))  # the same for every answer
+    heads = (chosen[:, None] + spread, 0.5 + spread)
+    report = full_report(table_of(encoded, chosen, np.full(len(pairs), 0.5), heads))
+    assert (report["pairs"], report["rows"]) == (30, 3)
+    assert report["accuracy"]["value"] == pytest.approx(2 / 3)
+    assert report["accuracy_of_pairs"] == pytest.approx(2 / 30)
+    assert report["accuracy"]["low"] == 0.0
+    assert report["accuracy"]["high"] == 1.0
+    assert report["longer_wins"] == pytest.approx(2 / 3), "in the row of eight the shorter one is always the better"
+    assert report["by_category"]["many"] == {"accuracy": 0.0, "pairs": 28}
+    (source,) = report["by_source"].values()
+    assert source == {"accuracy": pytest.approx(2 / 3), "pairs": 30}
+    bands = report["by_length_difference"]
+    assert bands["chosen over double"] == {"accuracy": 1.0, "pairs": 2}
+    assert report["length"]["chosen_longer"]["accuracy"] == pytest.approx(1.0)
+    assert report["heads"]["accuracy_mean_minus_std"] == pytest.approx(2 / 3)
+    assert quick_metrics(Rewards(chosen, np.full(len(pairs), 0.5)), encoded)["accuracy"] == pytest.approx(2 / 3)
+    assert longer_wins(pairs) == pytest.approx(2 / 3)
+    assert accuracy_of_margins((chosen - 0.5).tolist(), pairs) == pytest.approx(2 / 3)
+
+    write_evaluation(tmp_path, Rewards(chosen, np.full(len(pairs), 0.5)), encoded, None)
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["category"] = "all"
+    by_all = by_group(Run(tmp_path, {}, [], [], None, lines, None), "category")
+    assert by_all == [("all", 30, pytest.approx(2 / 3), pytest.approx(2 / 3), None)]
+    console = Console(width=120)
+    with console.capture() as caught:
+        console.print(report_table(report))
+    assert "3, each counting one in an accuracy" in caught.get()
+    assert "accuracy of pairs" in caught.get()
+    plain = run(capsys, "eval", tiny_model.name, write_rows(tmp_path / "plain.jsonl", text_rows(3)))[1]
+    assert "accuracy" in plain
+    assert "accuracy of pairs" not in plain
 
 
 # ------------------------------------------------------------------ best of N
