@@ -15,7 +15,7 @@ from rm_train.best_of import BestOf, best_of_report, scores_of
 from rm_train.comparisons import compare_correctness, linear_map
 from rm_train.config import Columns, SourceConfig, parse_source
 from rm_train.console import ConsoleReporter
-from rm_train.data import draw, read_items
+from rm_train.data import first_rows, read_items
 from rm_train.eval_table import full_report
 from rm_train.evaluation import Evaluated, evaluate_stream
 from rm_train.metrics import correctness
@@ -37,14 +37,14 @@ def evaluate_data(
     limit: int | None,
     reporter: ConsoleReporter,
 ) -> Evaluated:
-    """Score every row of the sources, at most ``limit`` pairs of each. Raises DataError or CheckpointError.
+    """Score every row of the sources, or the first ``limit`` pairs of each and read no further.
 
     ``columns`` maps our names to the rows', in all sources alike; ``max_length`` and ``conservative`` are those of
-    ``evaluate_stream``.
+    ``evaluate_stream``. Raises DataError or CheckpointError.
     """
     sources = [SourceConfig.model_validate(parse_source(text)) for text in data]
-    counts = [count_rows(source) for source in sources]
-    about = None if limit is not None or None in counts else sum(count for count in counts if count is not None)
+    counts = [count_rows(source) for source in sources] if limit is None else [None]
+    about = None if None in counts else sum(count for count in counts if count is not None)
     with reporter.count("scoring", about) as advance:
         found = evaluate_stream(
             model,
@@ -64,9 +64,7 @@ def evaluate_data(
 
 def _items(sources: Sequence[SourceConfig], columns: Columns | None, limit: int | None) -> Iterator[Pair | BestOf]:
     for source, name in zip(sources, source_names(sources), strict=True):
-        items = read_items(source, columns, name=name)
-        # drawing needs to know them all
-        yield from items if limit is None else draw(list(items), limit, "eval")
+        yield from first_rows(read_items(source, columns, name=name), limit)
 
 
 def report_of(model: RewardModel, found: Evaluated) -> dict[str, Any]:

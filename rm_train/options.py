@@ -19,7 +19,7 @@ MaxLength = Annotated[
 Conservative = Annotated[
     float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads (head.count above 1).")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate the first pairs of each source, this many at most.")]
 
 Column = Annotated[
     list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="Map a column, for instance prompt=q.")

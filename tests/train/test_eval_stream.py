@@ -17,7 +17,7 @@ from rm_train import evaluation as evaluation_module
 from rm_train.baselines import accuracy_of_margins, longer_wins
 from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best_of
 from rm_train.console import report_table
-from rm_train.data import read_items, read_pairs
+from rm_train.data import first_rows, read_items, read_pairs
 from rm_train.encode import encode_pairs
 from rm_train.eval_table import EvalTable, full_report, table_of
 from rm_train.evaluation import Rewards, evaluate_stream, length_limit, quick_metrics, score_pairs
@@ -313,6 +313,53 @@ def test_eval_takes_pairs_and_best_of_n_rows_of_one_file(
     assert code == 0
     assert "best-of-N accuracy" in out
     assert f"{float(first[0] > first[1:].max()):.3f}" in out
+
+
+# ------------------------------------------------------------------ the first pairs
+
+
+def test_limit_takes_the_first_pairs_and_reads_no_further(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind what is taken the files hold what is no row at all, and are not even looked through for their length."""
+    kwise = {"prompt": "rank? ", "completions": ["a", "bb", "ccc"], "ranks": [2, 1, 3]}
+    rows = [*text_rows(2), kwise, BEST[0]]
+    whole = write_rows(tmp_path / "whole.jsonl", rows)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(whole.read_text(encoding="utf-8") + "no JSON\n", encoding="utf-8")
+    options = ["--dtype", "float32", "--json"]
+    expected = json.loads(run(capsys, "eval", tiny_checkpoint, whole, *options)[1])
+    assert run(capsys, "eval", tiny_checkpoint, broken, *options)[0] == 2
+    monkeypatch.setattr("rm_train.evaluate.count_rows", lambda source: pytest.fail("the file was looked through"))
+    code, out, err = run(capsys, "eval", tiny_checkpoint, broken, *options, "--limit", 6)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["pairs"], found["rows"], found["best_of_n"]["prompts"]) == (5, 3, 1)
+    assert found["accuracy"] == expected["accuracy"]
+    code, out, err = run(capsys, "compare", tiny_checkpoint, tiny_checkpoint, broken, *options, "--limit", 2)
+    assert code == 0, err
+    assert [model["pairs"] for model in json.loads(out)["models"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "asked"), [(None, 6, 6), (1, 1, 1), (2, 1, 2), (4, 4, 4), (5, 5, 5), (6, 6, 6)]
+)
+def test_limit_takes_rows_whole(limit: int | None, taken: int, asked: int, tmp_path: Path) -> None:
+    """A pair, three pairs of one row, two pairs: the row of three comes whole or not at all."""
+    kwise = {"prompt": "rank? ", "completions": ["a", "bb", "ccc"], "ranks": [2, 1, 3]}
+    plain = text_rows(3)
+    pairs = list(read_pairs(str(write_rows(tmp_path / "rows.jsonl", [plain[0], kwise, *plain[1:]]))))
+    seen: list[Any] = []
+
+    def items() -> Any:
+        for pair in pairs:
+            seen.append(pair)
+            yield pair
+
+    assert list(first_rows(items(), limit)) == pairs[:taken]
+    assert len(seen) == asked
+    with pytest.raises(DataError, match="a limit of 2 pairs does not hold this row, which has 3"):
+        list(first_rows(pairs[1:], 2))
 
 
 # ------------------------------------------------------------------ the length limit
