@@ -329,6 +329,10 @@ def test_eval_of_the_conservative_reward_is_of_what_is_scored_and_served(
     assert report["reward"]["mean"] == pytest.approx(pairs.mean(), abs=1e-5)
     assert report["accuracy"]["value"] == pytest.approx((pairs[:, 0] > pairs[:, 1]).mean())
     assert report["best_of_n"]["accuracy"]["value"] == float(scored[-1][0] > max(scored[-1][1:]))
+    served = BatchScorer(model, 512, "shared", time.monotonic, conservative=2.0)
+    ids = [model.renderer.render(best["prompt"], answer) for answer in (*best["chosen"], *best["rejected"])]
+    outcomes = served.score([np.array(one, dtype=">u4").tobytes() for one in ids]).outcomes
+    assert outcomes == pytest.approx(scored[-1], abs=1e-5)
 
     plain = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--json")[1])
     assert (plain["reward_id"], "conservative" in plain) == (model.reward_id, False)
