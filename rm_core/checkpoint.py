@@ -186,6 +186,11 @@ def reward_id_of(hashes: WeightHashes, rules: RenderingRules) -> str:
     return sha256_of(json.dumps([parts, rules.model_dump(mode="json")], sort_keys=True))
 
 
+def conservative_reward_id(reward_id: str, conservative: float) -> str:
+    """Identity of mean - ``conservative`` · std over the heads of the model whose mean is ``reward_id``."""
+    return sha256_of(json.dumps({"reward_id": reward_id, "conservative": float(conservative)}, sort_keys=True))
+
+
 def verify_identity(
     record: CheckpointRecord, hashes: WeightHashes, renderer: Renderer, directory: Path, base_directory: Path
 ) -> None:

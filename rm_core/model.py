@@ -289,6 +289,11 @@ class RewardModel:
         return f"{self.compute.reason}; {'fused layers' if off is None else f'layers of transformers: {off}'}"
 
     @property
+    def num_heads(self) -> int:
+        """How many heads the reward is the mean of."""
+        return self.network.num_heads
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether common prefixes of a batch are computed once."""
         return self.sharing_off is None

@@ -24,7 +24,12 @@ class Engine:
         self.model = model
         self.counting = counting_of(model, settings)
         self.scorer = BatchScorer(
-            model, settings.max_batch_tokens, self.counting, clock, settings.prefix_cache_mb * 1024 * 1024
+            model,
+            settings.max_batch_tokens,
+            self.counting,
+            clock,
+            settings.prefix_cache_mb * 1024 * 1024,
+            settings.conservative,
         )
         self.waiting = WaitingItems()
         self.open: set[Request] = set()

@@ -42,16 +42,17 @@ def num_shared_tokens(a: bytes, b: bytes) -> int:
 
 
 class SpreadReward(float):
-    """The mean of several heads' rewards, with how far they are apart."""
+    """A reward made of several heads' own, with their mean, their standard deviation and the least of them."""
 
-    __slots__ = ("least", "std")
+    __slots__ = ("least", "mean", "std")
     least: float
+    mean: float
     std: float
 
-    def __new__(cls, mean: float, std: float, least: float) -> "SpreadReward":
-        reward = super().__new__(cls, mean)
-        reward.std, reward.least = std, least
-        return reward
+    def __new__(cls, reward: float, mean: float, std: float, least: float) -> "SpreadReward":
+        made = super().__new__(cls, reward)
+        made.mean, made.std, made.least = mean, std, least
+        return made
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Request:
         self.in_flight_items = 0
         self.had_turn = False
         self.components: dict[str, list[float | None]] | None = None
-        """The parts of each reward, where a recipe combines several; or ``std`` and ``min`` over a model's heads."""
+        """The parts of each reward, where a recipe combines several; or ``mean``, ``std``, ``min`` over the heads."""
         self.readings: dict[int, Reading] = {}
         """By slot, of the items whose reward is wanted at each token."""
         self.tokenize_seconds = 0.0
@@ -107,8 +108,9 @@ class Request:
             self.rewards[slot] = float(outcome)
             if isinstance(outcome, SpreadReward):
                 if self.components is None:
-                    self.components = {"std": [None] * len(self.rewards), "min": [None] * len(self.rewards)}
-                self.components["std"][slot], self.components["min"][slot] = outcome.std, outcome.least
+                    self.components = {name: [None] * len(self.rewards) for name in ("mean", "std", "min")}
+                for name, value in (("mean", outcome.mean), ("std", outcome.std), ("min", outcome.least)):
+                    self.components[name][slot] = value
         self._num_open -= 1
         if self._num_open == 0:
             self._on_settled()

@@ -2,11 +2,12 @@
 
 import importlib.metadata
 import platform
-from typing import Any
+from typing import Any, cast
 
 from rm_server.engine import why_no_cache, why_no_sharing
 from rm_server.scorer import ServedModel
 from rm_server.service import ScoringService
+from rm_server.settings import ServerSettings
 
 SQUASHING = (
     "none: rewards are raw fp32 logits. Two exceptions by protocol: POST /classify in vLLM's form answers their "
@@ -21,6 +22,7 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
     return {
         "model": model.name,
         "reward_id": model.reward_id,
+        **_conservative(settings, model),
         "tokenizer_hash": model.tokenizer_hash,
         "vocab_size": model.vocab_size,
         "rendering": rules.model_dump(mode="json") if rules is not None else None,
@@ -55,6 +57,12 @@ def describe(service: ScoringService, model: ServedModel) -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("betterthan", "torch", "transformers", "tokenizers", "fastapi")}
         | {"python": platform.python_version()},
     }
+
+
+def _conservative(settings: ServerSettings, model: ServedModel) -> dict[str, Any]:
+    if not settings.conservative:
+        return {"conservative": 0.0}
+    return {"conservative": settings.conservative, "checkpoint_reward_id": cast(Any, model).checkpoint_reward_id}
 
 
 def _on_unless(reason: str | None) -> str:

@@ -79,6 +79,8 @@ class ServedModel(Scorer, Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def num_heads(self) -> int: ...
+    @property
     def dtype(self) -> str: ...
     @property
     def dtype_reason(self) -> str: ...
@@ -128,7 +130,7 @@ class BatchScorer:
 
     ``counting`` says what the model shares: ``shared`` a token tree, ``padded`` nothing but equal sequences, ``alone``
     likewise, with every sequence in a forward of its own under a fixed budget, so that its reward is the same to the
-    last bit whatever comes with it.
+    last bit whatever comes with it. ``conservative`` K: of a model with several heads, mean - K * std is the reward.
     """
 
     def __init__(
@@ -138,12 +140,14 @@ class BatchScorer:
         counting: Counting,
         clock: Callable[[], float],
         cache_bytes: int = 0,
+        conservative: float = 0.0,
     ) -> None:
         self.model = model
         self.token_limit = max_batch_tokens
         self.cache = _new_cache(cache_bytes) if cache_bytes and counting == "shared" else None
         self._max_batch_tokens = max_batch_tokens
         self._cache_bytes = cache_bytes
+        self._conservative = conservative
         self._counting: Counting = counting
         self._clock = clock
         self._good_forwards = 0
@@ -205,7 +209,8 @@ class BatchScorer:
         self._has_succeeded = True
         if done.heads is None:
             return list(map(float, rewards))
-        spread = zip(rewards, done.heads.std(axis=1), done.heads.min(axis=1), strict=True)
+        std = done.heads.std(axis=1)
+        spread = zip(rewards - self._conservative * std, rewards, std, done.heads.min(axis=1), strict=True)
         return [SpreadReward(*map(float, values)) for values in spread]
 
     def _run(self, keys: list[bytes], limit: int, scored: ScoredBatch) -> "Scored":

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 from rm_server.admission import Admission
 from rm_server.audit import AuditLog
 from rm_server.batches import BatchLoop
+from rm_server.conservative import conservative_model
 from rm_server.engine import Engine, check_limits
 from rm_server.errors import (
     AsleepError,
@@ -115,7 +116,9 @@ class ScoringService:
             self.state = "serving"
 
     def dress(self, model: ServedModel | None) -> ServedModel:
-        """A loaded model as this server shows it: with its recipe's identity, where it has a recipe."""
+        """A loaded model as this server shows it: with the identity of what the settings make of its reward."""
+        if model is not None:
+            model = conservative_model(model, self.settings.conservative)
         if self.rewards is not None:
             return self.rewards.dress(model)
         assert model is not None, "this is a bug: neither a model nor a recipe"

@@ -43,6 +43,9 @@ class ServerSettings(BaseModel):
     """CPU threads of a forward; 0 leaves it to torch."""
     max_length: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; null takes the model's context."""
+    conservative: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """K: the reward is mean - K * std over the heads of a checkpoint that has several (`head.count`), under another
+    `reward_id`; 0 is their mean."""
     max_batch_tokens: int = Field(default=12288, ge=16)
     """Tokens of one forward, after prefix sharing. A longer sequence is computed in pieces of this size; alone and
     whole by a model that pads."""
@@ -157,6 +160,8 @@ def load_settings(
 
 
 def _check_together(settings: ServerSettings) -> None:
+    if settings.conservative and settings.checkpoint is None:
+        raise SettingsError("conservative: needs a CHECKPOINT; verifiers have no heads that could disagree")
     if settings.probe_seconds >= settings.ready_seconds:
         raise SettingsError(
             f"probe_seconds ({settings.probe_seconds:g}) must be below ready_seconds ({settings.ready_seconds:g}), "

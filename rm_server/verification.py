@@ -299,6 +299,7 @@ class NoModel:
     shares_prefixes = False
     sharing_off = "there is no model"
     token_rewards_off = "there is no model"
+    num_heads = 1
     record: Any = None
 
     def __init__(self, pool: VerifierPool) -> None:

@@ -1,6 +1,6 @@
 """What accuracy means on a set of pairs: how far one gets by length alone, or by counting words.
 
-Invariant: a reward model that does not beat these has learnt nothing; ties count one half, as everywhere.
+Invariant: a reward model that does not beat these has learnt nothing; ties count one half and rows one, as everywhere.
 """
 
 import math
@@ -34,13 +34,14 @@ def answer_length(pair: Pair) -> tuple[int, int]:
 
 def longer_wins(pairs: Iterable[Pair]) -> float:
     """Accuracy of calling the longer answer (in characters) the better one; equal lengths count one half."""
-    scores = []
+    scores, parts = [], []
     for pair in pairs:
         chosen, rejected = answer_length(pair)
         scores.append(_right(chosen - rejected, pair))
+        parts.append(pair.row_part)
     if not scores:
         raise ValueError("no pairs: an accuracy needs at least one")
-    return sum(scores) / len(scores)
+    return float(np.average(scores, weights=parts))
 
 
 def shorter_wins(pairs: Iterable[Pair]) -> float:
@@ -61,7 +62,8 @@ def bag_of_words_accuracy(train: Sequence[Pair], heldout: Sequence[Pair]) -> flo
 
 def accuracy_of_margins(margins: Sequence[float], pairs: Sequence[Pair]) -> float:
     """Share of the pairs' margins above zero; zero, and a label of one half, count one half."""
-    return float(np.mean([_right(margin, pair) for margin, pair in zip(margins, pairs, strict=True)]))
+    right = [_right(margin, pair) for margin, pair in zip(margins, pairs, strict=True)]
+    return float(np.average(right, weights=[pair.row_part for pair in pairs]))
 
 
 class BagOfWords:

@@ -14,7 +14,7 @@ import typer
 
 from rm_core.smollm2 import BundledModelError
 from rm_train import eval_commands, inspect_commands
-from rm_train.options import Column, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of, one_of
+from rm_train.options import Column, Conservative, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of, one_of
 
 app = typer.Typer(
     name="rm-train",
@@ -73,9 +73,7 @@ def score(
     components: Annotated[
         bool, typer.Option("--components", help="Add mean, std and min over the heads (head.count above 1).")
     ] = False,
-    conservative: Annotated[
-        float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads.")
-    ] = 0.0,
+    conservative: Conservative = 0.0,
 ) -> None:
     """Score rows {"prompt", "completions"}, {"prompt", "completion"}, {"text"} or {"messages"}; JSON lines out."""
     from rm_core.model import RewardModel
@@ -169,11 +167,17 @@ def calibrate(
 
     def measure(loaded: RewardModel) -> Measured:
         found = evaluate_data(
-            loaded, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter()
+            loaded,
+            data,
+            columns=columns,
+            max_tokens=max_tokens,
+            max_length=min(training_length, loaded.max_length) if training_length is not None else None,
+            limit=limit,
+            reporter=ConsoleReporter(),
         )
         if not len(found.table):
             raise DataError(", ".join(data), "holds no pairs, only best-of-N rows")
-        return measured(found.table)
+        return measured(found.table, {"max_length": found.max_length})
 
     record, directory = run_calibrate(
         model, measure, {"sources": data}, output=output, text_as=as_, end=end_, training_length=training_length

@@ -41,15 +41,24 @@ class BestOfPrompt:
 
 
 def compare_correctness(
-    first: Rewards, second: Rewards, prompts: Sequence[str], *, samples: int = 10_000, seed: int = 0
+    first: Rewards,
+    second: Rewards,
+    prompts: Sequence[str],
+    *,
+    weights: Rewards | None = None,
+    samples: int = 10_000,
+    seed: int = 0,
 ) -> PairedComparison:
-    """Compare the ``metrics.correctness`` of two models on the same pairs in the same order."""
+    """Compare the ``metrics.correctness`` of two models on the same pairs in the same order.
+
+    ``weights`` weigh the difference and its p value; the counts are of pairs.
+    """
     one, two = finite_array(first, "first"), finite_array(second, "second")
     if one.shape != two.shape:
         raise ValueError(f"{len(one)} pairs of the first model, {len(two)} of the second")
     gain = two - one
-    interval = mean_interval(gain, prompts, seed=seed)
-    sums, _ = sum_by_prompt(gain, prompts)
+    interval = mean_interval(gain, prompts, weights=weights, seed=seed)
+    sums, _ = sum_by_prompt(gain, prompts, weights)
     sums = sums[sums != 0]
     observed = abs(float(sums.sum()))
     rng = np.random.default_rng(seed)

@@ -57,6 +57,10 @@ class ConsoleReporter:
 def report_table(report: dict[str, Any]) -> Table:
     """An evaluation report as a table for people."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    if limit := report.get("max_length"):
+        table.add_row("length limit", f"{limit} tokens")
+    if report.get("conservative"):
+        table.add_row("reward is", f"mean - {report['conservative']:g} std over the heads")
     if report.get("pairs"):
         _add_pairs(table, report)
     if best := report.get("best_of_n"):
@@ -65,13 +69,16 @@ def report_table(report: dict[str, Any]) -> Table:
 
 
 def _add_best_of(table: Table, best: dict[str, Any]) -> None:
-    cut = f" ({best['truncated']} truncated)" if best["truncated"] else ""
-    table.add_row("best-of-N prompts", f"{best['prompts']}{cut}")
+    table.add_row("best-of-N prompts", f"{best['prompts']}{_cut(best)}")
     if accuracy := best.get("accuracy"):
         table.add_row("best-of-N accuracy", _interval(accuracy))
     for name, subset in best["by_subset"].items():
         table.add_row(f"subset {name}", f"{subset['score']:.3f}  ({subset['prompts']} prompts)")
     table.add_row("mean of the subsets", f"{best['mean_of_subsets']:.3f}")
+
+
+def _cut(counted: dict[str, Any]) -> str:
+    return f" ({counted['truncated']} cut to the length limit)" if counted["truncated"] else ""
 
 
 def _interval(accuracy: dict[str, Any]) -> str:
@@ -80,9 +87,12 @@ def _interval(accuracy: dict[str, Any]) -> str:
 
 def _add_pairs(table: Table, report: dict[str, Any]) -> None:
     accuracy = report["accuracy"]
+    is_kwise = report.get("rows", report["pairs"]) != report["pairs"]
     rows = [
-        ("pairs", str(report["pairs"]) + (f" ({report['truncated']} truncated)" if report["truncated"] else "")),
+        ("pairs", f"{report['pairs']}{_cut(report)}"),
+        *([("rows", f"{report['rows']}, each counting one in an accuracy")] if is_kwise else []),
         ("accuracy", _interval(accuracy)),
+        *([("accuracy of pairs", f"{report['accuracy_of_pairs']:.3f}")] if is_kwise else []),
         ("longer wins", f"{report['longer_wins']:.3f}"),
     ]
     if report.get("bag_of_words") is not None:

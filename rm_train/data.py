@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, TypeVar
 
 from rm_train.best_of import BestOf, is_best_of, read_best_of
@@ -221,6 +221,27 @@ Item = TypeVar("Item", Pair, BestOf, "Pair | BestOf")
 def _rows(pairs: Iterable[Item]) -> list[list[Item]]:
     """Pairs of one K-wise row stay together."""
     return [list(group) for _, group in groupby(pairs, key=lambda pair: pair.where)]
+
+
+def first_rows(items: Iterable[Item], limit: int | None) -> Iterator[Item]:
+    """The first rows that ``limit`` pairs hold, without reading on; None gives all.
+
+    A K-wise row is taken whole or not at all; a best-of-N row counts as one pair. Raises DataError where the first row
+    has more pairs.
+    """
+    left, items = limit, iter(items)
+    for item in items:
+        size = round(1 / item.row_part) if isinstance(item, Pair) else 1
+        if left is not None and size > left:
+            if left == limit:
+                raise DataError(item.where, f"a limit of {limit} pairs does not hold this row, which has {size}")
+            return
+        yield item
+        yield from islice(items, size - 1)
+        if left is not None:
+            left -= size
+            if not left:
+                return
 
 
 def draw(pairs: Sequence[Item], limit: int | None, seed: str) -> list[Item]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rm_train.options import Column, Data, Dtype, Limit, MaxTokens, columns_of, dtype_of
+from rm_train.options import Column, Conservative, Data, Dtype, Limit, MaxLength, MaxTokens, columns_of, dtype_of
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
@@ -18,6 +18,8 @@ def evaluate(
     data: Data,
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
+    max_length: MaxLength = None,
+    conservative: Conservative = 0.0,
     limit: Limit = None,
     column: Column = None,
     as_json: AsJson = False,
@@ -31,7 +33,16 @@ def evaluate(
 
     columns = columns_of(column)
     model = RewardModel.load(checkpoint, dtype=dtype_of(dtype))
-    found = evaluate_data(model, data, columns=columns, max_tokens=max_tokens, limit=limit, reporter=ConsoleReporter())
+    found = evaluate_data(
+        model,
+        data,
+        columns=columns,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        conservative=conservative,
+        limit=limit,
+        reporter=ConsoleReporter(),
+    )
     report = report_of(model, found)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -46,6 +57,7 @@ def compare(
     also: Annotated[list[str] | None, typer.Option(metavar="CHECKPOINT", help="A further model.")] = None,
     dtype: Dtype = "auto",
     max_tokens: MaxTokens = 4096,
+    max_length: MaxLength = None,
     limit: Limit = None,
     column: Column = None,
     as_json: AsJson = False,
@@ -62,6 +74,7 @@ def compare(
         dtype=dtype_of(dtype),
         columns=columns_of(column),
         max_tokens=max_tokens,
+        max_length=max_length,
         limit=limit,
         reporter=ConsoleReporter(),
     )
@@ -78,7 +91,8 @@ def _table(result: dict[str, Any]) -> Any:
     for model in result["models"]:
         table.add_row(model["model"], model["reward_id"])
         if model.get("pairs"):
-            table.add_row("  accuracy", f"{_with_interval(model['accuracy'])}, {model['pairs']} pairs")
+            cut = f" ({model['truncated']} cut to {model['max_length']} tokens)" if model["truncated"] else ""
+            table.add_row("  accuracy", f"{_with_interval(model['accuracy'])}, {model['pairs']} pairs{cut}")
         if best := model.get("best_of_n"):
             table.add_row("  best-of-N", f"{best['mean_of_subsets']:.3f} (mean of subsets), {best['prompts']} prompts")
     for item in result["comparisons"]:

@@ -40,13 +40,17 @@ class _Labels:
 class EvalTable:
     """Columns of evaluation pairs, in the order they were added."""
 
-    def __init__(self, head_offsets: npt.NDArray[np.float32] | None = None) -> None:
-        """``head_offsets`` [K] were taken off the single heads' rewards that are added; None: nothing was."""
+    def __init__(self, head_offsets: npt.NDArray[np.float32] | None = None, conservative: float = 0.0) -> None:
+        """``head_offsets`` [K] were taken off the single heads' rewards that are added; None: nothing was.
+
+        ``conservative`` times the heads' std was taken off the rewards.
+        """
         self.truncated = 0
+        self.conservative = conservative
         self._head_offsets = head_offsets
         self._head_sums: Floats | None = None
         self._prompts = array("Q")
-        names = ("chosen", "rejected", "chosen_length", "rejected_length", "label", "weight")
+        names = ("chosen", "rejected", "chosen_length", "rejected_length", "label", "weight", "row_part")
         self._numbers = {name: array("d") for name in names}
         self._spread = {name: array("d") for name in ("chosen", "rejected", "margin")}
         self._category, self._source = _Labels(), _Labels()
@@ -65,7 +69,8 @@ class EvalTable:
         pair = item.pair
         self.truncated += item.truncated
         self._prompts.append(int(prompt_key(pair)[:16], 16))
-        values = (chosen, rejected, *answer_length(pair), 1.0 if pair.label is None else pair.label, pair.weight)
+        label = 1.0 if pair.label is None else pair.label
+        values = (chosen, rejected, *answer_length(pair), label, pair.weight, pair.row_part)
         for name, value in zip(self._numbers, values, strict=True):
             self._numbers[name].append(value)
         if heads is not None:
@@ -116,6 +121,11 @@ class EvalTable:
         return np.array(self._numbers["weight"])
 
     @property
+    def row_parts(self) -> Floats:
+        """What the pairs count in an accuracy: those of one row are one together, [N]."""
+        return np.array(self._numbers["row_part"])
+
+    @property
     def prompts(self) -> list[str]:
         """A name of each pair's prompt, [N]."""
         return [f"{prompt:016x}" for prompt in self._prompts]
@@ -144,17 +154,23 @@ def table_of(
 
 
 def full_report(table: EvalTable) -> dict[str, Any]:
-    """Everything that ``rm-train eval`` prints and a checkpoint records, as plain JSON values."""
+    """Everything that ``rm-train eval`` prints and a checkpoint records, as plain JSON values.
+
+    In an accuracy every row counts one, so that a K-wise row counts no more than a pair; ``accuracy_of_pairs`` alone
+    counts every pair.
+    """
     chosen, rejected = table.chosen, table.rejected
     long_chosen, long_rejected = table.lengths
-    labels, weights = table.labels, table.weights
+    labels, weights, parts = table.labels, table.weights, table.row_parts
     temperature = metrics.fit_temperature(chosen, rejected, labels=labels, weights=weights)
     counted: dict[str, Any] = {"temperature": temperature, "labels": labels, "weights": weights}
-    longer = metrics.accuracy(long_chosen, long_rejected, labels)
+    longer = metrics.accuracy(long_chosen, long_rejected, labels, parts)
     return {
         "pairs": len(table),
+        "rows": round(float(parts.sum())),
         "truncated": table.truncated,
-        "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts, labels)),
+        "accuracy": asdict(metrics.accuracy_interval(chosen, rejected, table.prompts, labels, weights=parts)),
+        "accuracy_of_pairs": metrics.accuracy(chosen, rejected, labels),
         "longer_wins": longer,
         "shorter_wins": 1.0 - longer,
         "log_loss": metrics.log_loss(chosen, rejected, labels=labels, weights=weights),
@@ -165,7 +181,7 @@ def full_report(table: EvalTable) -> dict[str, Any]:
             "reliability": [asdict(bin_) for bin_ in metrics.reliability(chosen, rejected, **counted)],
         },
         "reward": asdict(metrics.summarise(chosen, rejected)),
-        "length": asdict(metrics.length_report(chosen, rejected, long_chosen, long_rejected, labels)),
+        "length": asdict(metrics.length_report(chosen, rejected, long_chosen, long_rejected, labels, weights=parts)),
         "by_category": _by(table.categories, table),
         "by_source": _by(table.sources, table),
         "by_length_difference": _by(_length_bands(long_chosen, long_rejected), table, ordered=False),
@@ -175,25 +191,28 @@ def full_report(table: EvalTable) -> dict[str, Any]:
 
 def _heads_report(table: EvalTable, std_chosen: Floats, std_rejected: Floats, std_margin: Floats) -> dict[str, Any]:
     """What the heads' disagreement says: it should be larger, for its margin, where the model is wrong."""
-    chosen, rejected, labels = table.chosen, table.rejected, table.labels
+    chosen, rejected, labels, parts = table.chosen, table.rejected, table.labels, table.row_parts
     right = metrics.correctness(chosen, rejected, labels)
 
     def mean(values: Floats) -> float | None:
         return float(values.mean()) if len(values) else None
 
     sure = np.abs(chosen - rejected) / np.maximum(std_margin, 1e-12)
+    left = 1.0 - table.conservative  # of the one std that is to be taken off
     half = np.argsort(-sure, kind="stable")[: max(len(sure) // 2, 1)]
     return {
         "mean_std": float(np.concatenate([std_chosen, std_rejected]).mean()),
         "margin_std_right": mean(std_margin[right == 1]),
         "margin_std_wrong": mean(std_margin[right == 0]),
-        "accuracy_of_surer_half": float(right[half].mean()),
-        "accuracy_mean_minus_std": metrics.accuracy(chosen - std_chosen, rejected - std_rejected, labels),
+        "accuracy_of_surer_half": float(np.average(right[half], weights=parts[half])),
+        "accuracy_mean_minus_std": metrics.accuracy(
+            chosen - left * std_chosen, rejected - left * std_rejected, labels, parts
+        ),
     }
 
 
 def _by(keys: Sequence[str | None], table: EvalTable, *, ordered: bool = True) -> dict[str, Any]:
-    shares = metrics.accuracy_by(keys, table.chosen, table.rejected, table.labels)
+    shares = metrics.accuracy_by(keys, table.chosen, table.rejected, table.labels, table.row_parts)
     names = shares if ordered else [name for name in _BANDS if name in shares]
     return {key: asdict(shares[key]) for key in names}
 

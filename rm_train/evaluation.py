@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train import metrics
 from rm_train.best_of import BestOf, ScoredBestOf, encode_best_of
 from rm_train.encode import EncodedPair, encode_pairs
 from rm_train.eval_table import EvalTable
 from rm_train.pairs import Pair
-from rm_train.scoring import chunks, score_heads
+from rm_train.scoring import chunks, need_heads, score_heads
 
 _CHUNK = 2048
 """Rows held at a time: enough to find long shared prompts, some megabytes of tokens."""
@@ -76,12 +77,14 @@ def score_pairs(
 
 
 def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str, float]:
-    """What is logged during training; the loss counts soft labels and weights as training does."""
+    """What is logged during training; the loss counts soft labels and weights as training does, an accuracy rows."""
     labels = [1.0 if item.pair.label is None else item.pair.label for item in encoded]
     weights = [item.pair.weight for item in encoded]
     return {
         "loss": metrics.log_loss(rewards.chosen, rewards.rejected, labels=labels, weights=weights),
-        "accuracy": metrics.accuracy(rewards.chosen, rewards.rejected, labels),
+        "accuracy": metrics.accuracy(
+            rewards.chosen, rewards.rejected, labels, [item.pair.row_part for item in encoded]
+        ),
         "margin": float((rewards.chosen - rewards.rejected).mean()),
     }
 
@@ -90,7 +93,11 @@ def quick_metrics(rewards: Rewards, encoded: Sequence[EncodedPair]) -> dict[str,
 class Evaluated:
     """The columns of the pairs and the scored best-of-N rows of an evaluation."""
 
-    table: EvalTable = field(default_factory=EvalTable)
+    table: EvalTable
+    max_length: int
+    """Tokens to which both were cut."""
+    conservative: float = 0.0
+    """K, where the rewards are mean - K * std over the heads."""
     best_of: list[ScoredBestOf] = field(default_factory=list)
 
     @property
@@ -100,27 +107,49 @@ class Evaluated:
         return sum(int((~np.isfinite(column)).sum()) for column in columns)
 
 
+def length_limit(model: RewardModel, max_length: int | None = None) -> int:
+    """Tokens to which an evaluation cuts: what is asked for, or as training did, or all that the model reads.
+
+    Raises CheckpointError where more is asked for than the model reads.
+    """
+    if max_length is None:
+        trained = model.record.training_length if model.record is not None else None
+        return min(trained or model.max_length, model.max_length)
+    if max_length > model.max_length:
+        raise CheckpointError(f"{model.name}: reads at most {model.max_length} tokens; --max-length is {max_length}")
+    return max_length
+
+
 def evaluate_stream(
     model: RewardModel,
     items: Iterable[Pair | BestOf],
     *,
     max_tokens: int,
+    max_length: int | None = None,
+    conservative: float = 0.0,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Evaluated:
     """Score rows as they come, a chunk at a time; of each only its numbers are kept.
 
-    ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError.
+    ``max_length`` is read by ``length_limit``; ``conservative`` K makes the reward mean - K * std over the heads.
+    ``progress`` is called with the number of rows of each finished chunk or part of one. Raises DataError, and
+    CheckpointError, also for K of a model with one head alone.
     """
-    found = Evaluated(EvalTable(model.head_offsets))
+    if conservative:
+        need_heads(model)
+    limit = length_limit(model, max_length)
+    found = Evaluated(EvalTable(model.head_offsets, conservative), limit, conservative)
     for chunk in chunks(items, _CHUNK):
         pairs = [item for item in chunk if isinstance(item, Pair)]
         rows = [item for item in chunk if isinstance(item, BestOf)]
-        encoded = encode_pairs(pairs, model.renderer, model.max_length)
-        answers = [encode_best_of(row, model.renderer, model.max_length) for row in rows]
+        encoded = encode_pairs(pairs, model.renderer, limit)
+        answers = [encode_best_of(row, model.renderer, limit) for row in rows]
         sequences = [ids for item in encoded for ids in (item.chosen, item.rejected)]
         sequences += [ids for group, _ in answers for ids in group]
         advance = _in_rows(progress, len(sequences), len(chunk))
         scored, heads = score_heads(model, sequences, max_tokens=max_tokens, progress=advance)
+        if heads is not None:
+            scored = scored - conservative * heads.std(axis=1)
         rewards = scored.astype(np.float64)
         for index, item in enumerate(encoded):
             first, second = 2 * index, 2 * index + 1

@@ -184,7 +184,7 @@ def _fit(
     if weights is not None:
         model = _whole_model(model, config, weights)
     say(f"evaluating {len(eval_pairs)} pairs and writing {directory / CHECKPOINT}")
-    final = _FinalEvaluation(data, eval_pairs, config, reporter, in_training)
+    final = _FinalEvaluation(data, eval_pairs, limit, config, reporter, in_training)
     record = write_checkpoint(
         model,
         directory / CHECKPOINT,
@@ -212,11 +212,13 @@ class _FinalEvaluation:
         self,
         data: FitData,
         eval_pairs: list[EncodedPair],
+        max_length: int,
         config: FitConfig,
         reporter: Reporter,
         in_training: Rewards | None,
     ) -> None:
         self.data, self.eval_pairs, self.config, self.reporter = data, eval_pairs, config, reporter
+        self.max_length = max_length
         self.rewards = in_training
         self.dtype = "compute" if in_training is not None else None
         self.bag_of_words: list[float] = []
@@ -234,6 +236,7 @@ class _FinalEvaluation:
             table_of(self.eval_pairs, rewards.chosen, rewards.rejected, rewards.heads),
             {
                 "dtype": self.dtype or reloaded.dtype,
+                "max_length": self.max_length,
                 "bag_of_words": accuracy_of_margins(self.bag_of_words, self.data.eval),
             },
         )

@@ -2,6 +2,7 @@
 
 Invariant: a tie counts one half everywhere, intervals resample prompts and not pairs, and NaN is an error, never a
 number. Arrays are float64 [N] (float32 is accepted), one entry for each pair, unless a docstring says otherwise.
+``weights`` weigh a mean (default: every pair alike).
 """
 
 from collections.abc import Sequence
@@ -104,9 +105,15 @@ def correctness(chosen: Rewards, rejected: Rewards, labels: Rewards | None = Non
     return right if labels is None else np.where(finite_array(labels, "labels") == 0.5, 0.5, right)
 
 
-def accuracy(chosen: Rewards, rejected: Rewards, labels: Rewards | None = None) -> float:
+def accuracy(
+    chosen: Rewards, rejected: Rewards, labels: Rewards | None = None, weights: Rewards | None = None
+) -> float:
     """Mean correctness."""
-    return float(correctness(chosen, rejected, labels).mean())
+    return _mean(correctness(chosen, rejected, labels), weights)
+
+
+def _mean(values: Floats, weights: Rewards | None) -> float:
+    return float(np.average(values, weights=_importance(weights, len(values))))
 
 
 def accuracy_interval(
@@ -115,6 +122,7 @@ def accuracy_interval(
     prompts: Sequence[str],
     labels: Rewards | None = None,
     *,
+    weights: Rewards | None = None,
     confidence: float = 0.95,
     samples: int = 2000,
     seed: int = 0,
@@ -125,31 +133,38 @@ def accuracy_interval(
     independent.
     """
     right = correctness(chosen, rejected, labels)
-    return mean_interval(right, prompts, confidence=confidence, samples=samples, seed=seed)
+    return mean_interval(right, prompts, weights=weights, confidence=confidence, samples=samples, seed=seed)
 
 
 def mean_interval(
-    values: Rewards, prompts: Sequence[str], *, confidence: float = 0.95, samples: int = 2000, seed: int = 0
+    values: Rewards,
+    prompts: Sequence[str],
+    *,
+    weights: Rewards | None = None,
+    confidence: float = 0.95,
+    samples: int = 2000,
+    seed: int = 0,
 ) -> Interval:
     """Mean of ``values`` with a bootstrap percentile interval over prompts."""
     array = finite_array(values, "values")
     if len(prompts) != len(array):
         raise ValueError(f"{len(prompts)} prompts for {len(array)} pairs")
-    sums, counts = sum_by_prompt(array, prompts)
+    sums, counts = sum_by_prompt(array, prompts, weights)
     rng = np.random.default_rng(seed)
     means = np.empty(samples)
     for sample in range(samples):  # one at a time: all at once would be samples x prompts numbers
         drawn = rng.integers(len(sums), size=len(sums))
         means[sample] = sums[drawn].sum() / counts[drawn].sum()
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(array.mean()), float(low), float(high))
+    return Interval(_mean(array, weights), float(low), float(high))
 
 
-def sum_by_prompt(values: Floats, prompts: Sequence[str]) -> tuple[Floats, Floats]:
-    """Sum and number of values of each distinct prompt."""
+def sum_by_prompt(values: Floats, prompts: Sequence[str], weights: Rewards | None = None) -> tuple[Floats, Floats]:
+    """Weighted sum of values, and sum of weights, of each distinct prompt."""
     _, group = np.unique(np.asarray(prompts), return_inverse=True)
-    sums = np.asarray(np.bincount(group, values), dtype=np.float64)
-    return sums, np.asarray(np.bincount(group), dtype=np.float64)
+    importance = _importance(weights, len(values))
+    sums = np.asarray(np.bincount(group, importance * values), dtype=np.float64)
+    return sums, np.asarray(np.bincount(group, importance), dtype=np.float64)
 
 
 def log_loss(
@@ -280,16 +295,21 @@ def summarise(chosen: Rewards, rejected: Rewards) -> RewardSummary:
 
 
 def accuracy_by(
-    keys: Sequence[str | None], chosen: Rewards, rejected: Rewards, labels: Rewards | None = None
+    keys: Sequence[str | None],
+    chosen: Rewards,
+    rejected: Rewards,
+    labels: Rewards | None = None,
+    weights: Rewards | None = None,
 ) -> dict[str, Share]:
     """Accuracy for each key (category, source, ...), most pairs first; pairs without a key are left out."""
     right = correctness(chosen, rejected, labels)
-    groups: dict[str, list[float]] = {}
-    for key, value in zip(keys, right, strict=True):
+    importance = _importance(weights, len(right))
+    groups: dict[str, list[int]] = {}
+    for index, (key, _) in enumerate(zip(keys, right, strict=True)):
         if key is not None:
-            groups.setdefault(key, []).append(float(value))
+            groups.setdefault(key, []).append(index)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    return {key: Share(sum(values) / len(values), len(values)) for key, values in ordered}
+    return {key: Share(_mean(right[inside], importance[inside]), len(inside)) for key, inside in ordered}
 
 
 def length_report(
@@ -299,16 +319,18 @@ def length_report(
     rejected_lengths: Rewards,
     labels: Rewards | None = None,
     *,
+    weights: Rewards | None = None,
     tolerance: float = 0.1,
 ) -> LengthReport:
-    """Relate rewards to the answers' lengths (in any one unit)."""
+    """Relate rewards to the answers' lengths (in any one unit). ``weights`` weigh the accuracies alone."""
     first, second = _checked(chosen, rejected)
     long_first, long_second = _checked(chosen_lengths, rejected_lengths)
     right = correctness(first, second, labels)
     gap = long_first - long_second
+    importance = _importance(weights, len(right))
 
     def part(inside: npt.NDArray[np.bool_]) -> Share:
-        return Share(float(right[inside].mean()) if inside.any() else None, int(inside.sum()))
+        return Share(_mean(right[inside], importance[inside]) if inside.any() else None, int(inside.sum()))
 
     return LengthReport(
         correlation(np.concatenate([first, second]), np.concatenate([long_first, long_second])),

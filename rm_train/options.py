@@ -10,7 +10,16 @@ import typer
 Data = Annotated[list[str], typer.Argument(help="Files, directories or hub datasets (org/name:split) of pairs.")]
 MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in one forward pass.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many pairs of each source.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        min=8, help="Cut longer pairs to this many tokens.  [default: as in training, or else the model's context]"
+    ),
+]
+Conservative = Annotated[
+    float, typer.Option(min=0.0, metavar="K", help="Reward = mean - K * std over the heads (head.count above 1).")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Evaluate the first pairs of each source, this many at most.")]
 
 Column = Annotated[
     list[str] | None, typer.Option("--column", metavar="OURS=THEIRS", help="Map a column, for instance prompt=q.")

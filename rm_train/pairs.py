@@ -26,7 +26,7 @@ class Pair:
     margin: float | None = None
     """By how much the chosen answer is better, on the data's own scale; None when the data does not say."""
     weight: float = 1.0
-    """Weight in the loss; 1/number of pairs for each pair of a K-wise row."""
+    """Weight in the loss; of a K-wise row, the row's own times ``row_part``."""
     label: float | None = None
     """Share of annotators that prefer ``chosen``; None means all."""
     turned: bool = False
@@ -36,6 +36,8 @@ class Pair:
     id: str | None = None
     where: str = ""
     """``file:line`` it came from."""
+    row_part: float = 1.0
+    """What the pair counts in an accuracy: 1/number of pairs for each pair of a K-wise row, whatever the row weighs."""
 
 
 def row_to_pairs(row: Row, columns: Columns | None = None, source: str | None = None) -> list[Pair]:
@@ -103,6 +105,7 @@ def _kwise(reader: RowReader, source: str | None) -> Iterator[Pair]:
             answers[j],
             margin=quality[i] - quality[j] if by == "scores" else None,
             weight=_weight(reader) / len(ordered),
+            row_part=1 / len(ordered),
             **{**labels, "id": f"{labels['id']}:{i}>{j}" if labels["id"] else None},
         )
 

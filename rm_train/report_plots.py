@@ -249,9 +249,8 @@ def by_group(run: Run, name: str) -> list[tuple[str, int, float, float, float | 
             groups.setdefault(str(pair[name]), []).append(pair)
 
     def share(pairs: list[dict[str, Any]], margin: Callable[[dict[str, Any]], float]) -> float:
-        return float(
-            np.mean([0.5 if pair.get("label") == 0.5 else 0.5 * (1 + np.sign(margin(pair))) for pair in pairs])
-        )
+        right = [0.5 if pair.get("label") == 0.5 else 0.5 * (1 + np.sign(margin(pair))) for pair in pairs]
+        return float(np.average(right, weights=[pair.get("row_part", 1.0) for pair in pairs]))
 
     found = []
     for group, pairs in groups.items():

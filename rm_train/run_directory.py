@@ -130,6 +130,7 @@ def write_evaluation(
             "rejected": float(rewards.rejected[index]),
             "label": 1.0 if pair.label is None else pair.label,
             "weight": pair.weight,
+            "row_part": pair.row_part,
             "chosen_length": len(content_text(pair.chosen)),
             "rejected_length": len(content_text(pair.rejected)),
             "truncated": item.truncated,

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rm_core.chat import RenderError
-from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 from rm_train.rows import kind_of
-from rm_train.scoring import chunks, score_heads
+from rm_train.scoring import chunks, need_heads, score_heads
 
 _CHUNK = 2048
 """Lines held at a time."""
@@ -35,8 +34,8 @@ def score_lines(
     Of a checkpoint with several heads, ``components`` adds ``mean``, ``std`` and ``min`` over them, each shaped as the
     rewards, and ``conservative`` k makes the reward mean − k·std. Raises CheckpointError where it has one head alone.
     """
-    if (components or conservative) and model.network.num_heads == 1:
-        raise CheckpointError(f"{model.name}: has one head alone (head.count), so nothing tells how sure a reward is")
+    if components or conservative:
+        need_heads(model)
     for chunk in chunks(enumerate(lines, 1), _CHUNK):
         yield from _score_chunk(model, chunk, max_tokens=max_tokens, components=components, conservative=conservative)
 

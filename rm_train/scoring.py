@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rm_core.checkpoint import CheckpointError
 from rm_core.model import RewardModel
 
 Item = TypeVar("Item")
@@ -46,6 +47,12 @@ def score_heads(
             heads[part] = scored.heads
         progress(len(part))
     return rewards, heads
+
+
+def need_heads(model: RewardModel) -> None:
+    """Raise CheckpointError where there is one head alone."""
+    if model.num_heads == 1:
+        raise CheckpointError(f"{model.name}: has one head alone (head.count), so nothing tells how sure a reward is")
 
 
 def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

@@ -24,6 +24,7 @@ function identity(info, record) {
   const base = record?.base_model;
   return card("Identity", facts([
     ["served as", info.model], ["reward_id", info.reward_id], ["model's own reward_id", info.model_reward_id],
+    ["reward", info.conservative ? `mean − ${number(info.conservative)} · std over the heads` : null], ["checkpoint's own reward_id", info.checkpoint_reward_id],
     ["base", base ? base.name + (base.revision ? ` (revision ${base.revision})` : "") : null],
     ["kind", record?.kind === "adapter" ? "LoRA adapter and head" : record ? "full model" : null],
     ["written", record ? record.created.slice(0, 10) : null],

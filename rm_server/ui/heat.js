@@ -17,6 +17,7 @@ export function showHeat(box, answer, info, checkpoint) {
     h("p", {}, "At each token the model was asked: had the answer ended here, what would its reward be? The last value is the answer's reward. "
       + "This is an aid to reading. The model was trained on whole answers; a value in the middle is not a reward for that token, and half a sentence often scores unlike what it will become."),
     info.recipe ? h("p", {}, "It shows the reward model's own number, before the recipe combines it with others.") : null,
+    info.conservative ? h("p", {}, "It shows the mean over the heads, before their spread is taken off.") : null,
     h("fieldset", {}, h("legend", {}, "Show the"), h("div", { class: "row" }, modes)), holder));
 }
 

@@ -44,6 +44,7 @@ class FakeModel:
     shares_prefixes = True
     sharing_off: str | None = None
     token_rewards_off: str | None = None
+    num_heads = 1
 
     def __init__(self, renderer: Any, max_length: int = 512) -> None:
         self.renderer = renderer

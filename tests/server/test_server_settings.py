@@ -36,6 +36,9 @@ def test_booleans_and_the_checkpoint_come_from_the_environment() -> None:
         ({}, {}, "port: x", "server.yaml: port: must be a valid integer"),
         ({}, {}, "- 1", "must be a mapping"),
         ({}, {}, "a: [", "is not valid YAML"),
+        ({"conservative": "-1"}, {}, None, "--conservative: must be greater than or equal to 0"),
+        ({}, {"RM_SERVER_CONSERVATIVE": "nan"}, None, "RM_SERVER_CONSERVATIVE: must be "),
+        ({}, {}, "conservative: much", "server.yaml: conservative: must be a valid number"),
         ({"probe_seconds": "90"}, {}, None, "probe_seconds (90) must be below ready_seconds (60)"),
         ({"max_length": "9000", "max_queued_tokens": "8000"}, {}, None, "could never be admitted"),
         ({"max_waiting_bytes": "1000000"}, {}, None, "max_waiting_bytes (1000000) must be at least max_body_bytes"),
@@ -53,6 +56,11 @@ def test_wrong_setting_is_one_line_that_says_where(
         load_settings(given, environment, str(config) if config else None)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_verifiers_alone_have_no_conservative_reward() -> None:
+    with pytest.raises(SettingsError, match="conservative: needs a CHECKPOINT"):
+        load_settings({"recipe": "recipe.yaml", "conservative": "1"}, {})
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_not_ours() -> None:

@@ -1,5 +1,6 @@
 """Evaluation of files that pass through: pairs, best-of-N sets, and models beside each other."""
 
+import copy
 import json
 import math
 import shutil
@@ -8,18 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from rm_core.checkpoint import read_record
 from rm_core.model import RewardModel
 from rm_train import evaluation as evaluation_module
+from rm_train.baselines import accuracy_of_margins, longer_wins
 from rm_train.best_of import ScoredBestOf, best_of_report, is_best_of, read_best_of
-from rm_train.data import read_items, read_pairs
+from rm_train.console import report_table
+from rm_train.data import first_rows, read_items, read_pairs
 from rm_train.encode import encode_pairs
 from rm_train.eval_table import EvalTable, full_report, table_of
-from rm_train.evaluation import Rewards, evaluate_stream, quick_metrics, score_pairs
+from rm_train.evaluation import Rewards, evaluate_stream, length_limit, quick_metrics, score_pairs
+from rm_train.fit import fit
+from rm_train.report_plots import by_group
 from rm_train.rows import DataError, Row
+from rm_train.run_directory import Run, write_evaluation
 from rm_train.scoring import score_sequences
 from tests.conftest import make_checkpoint, save_base
-from tests.train.runs import chat_rows, text_rows, write_rows
+from tests.train.runs import Quiet, chat_rows, make_config, text_rows, write_rows
 from tests.train.test_cli import run
 
 BEST: list[dict[str, Any]] = [
@@ -159,6 +167,57 @@ def test_accuracy_by_length_difference(tiny_model: RewardModel) -> None:
     }
 
 
+def test_kwise_row_counts_no_more_than_a_pair_in_every_accuracy(
+    tiny_model: RewardModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row of eight answers is 28 pairs, all of them got wrong, beside two pairs that are got right: 2 of 3 rows and 2
+    of 30 pairs, whatever the rows weigh in the loss."""
+    completions = ["a" * (i + 1) for i in range(8)]
+    rows = [
+        {"prompt": "rank? ", "completions": completions, "ranks": list(range(8)), "weight": 5, "category": "many"},
+        {"prompt": "one? ", "chosen": "bbb", "rejected": "b", "category": "few"},
+        {"prompt": "two? ", "chosen": "bbb", "rejected": "b", "category": "few"},
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    pairs = list(read_pairs(str(file)))
+    encoded = encode_pairs(pairs, tiny_model.renderer, 128)
+    chosen = np.array([0.0 if pair.category == "many" else 1.0 for pair in pairs])
+    spread = np.stack([np.arange(3.0)] * len(pairs))  # the same for every answer
+    heads = (chosen[:, None] + spread, 0.5 + spread)
+    report = full_report(table_of(encoded, chosen, np.full(len(pairs), 0.5), heads))
+    assert (report["pairs"], report["rows"]) == (30, 3)
+    assert report["accuracy"]["value"] == pytest.approx(2 / 3)
+    assert report["accuracy_of_pairs"] == pytest.approx(2 / 30)
+    assert report["accuracy"]["low"] == 0.0
+    assert report["accuracy"]["high"] == 1.0
+    assert report["longer_wins"] == pytest.approx(2 / 3), "in the row of eight the shorter one is always the better"
+    assert report["by_category"]["many"] == {"accuracy": 0.0, "pairs": 28}
+    (source,) = report["by_source"].values()
+    assert source == {"accuracy": pytest.approx(2 / 3), "pairs": 30}
+    bands = report["by_length_difference"]
+    assert bands["chosen over double"] == {"accuracy": 1.0, "pairs": 2}
+    assert report["length"]["chosen_longer"]["accuracy"] == pytest.approx(1.0)
+    assert report["heads"]["accuracy_mean_minus_std"] == pytest.approx(2 / 3)
+    assert quick_metrics(Rewards(chosen, np.full(len(pairs), 0.5)), encoded)["accuracy"] == pytest.approx(2 / 3)
+    assert longer_wins(pairs) == pytest.approx(2 / 3)
+    assert accuracy_of_margins((chosen - 0.5).tolist(), pairs) == pytest.approx(2 / 3)
+
+    write_evaluation(tmp_path, Rewards(chosen, np.full(len(pairs), 0.5)), encoded, None)
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["category"] = "all"
+    by_all = by_group(Run(tmp_path, {}, [], [], None, lines, None), "category")
+    assert by_all == [("all", 30, pytest.approx(2 / 3), pytest.approx(2 / 3), None)]
+    console = Console(width=120)
+    with console.capture() as caught:
+        console.print(report_table(report))
+    assert "3, each counting one in an accuracy" in caught.get()
+    assert "accuracy of pairs" in caught.get()
+    plain = run(capsys, "eval", tiny_model.name, write_rows(tmp_path / "plain.jsonl", text_rows(3)))[1]
+    assert "accuracy" in plain
+    assert "accuracy of pairs" not in plain
+
+
 # ------------------------------------------------------------------ best of N
 
 
@@ -254,6 +313,115 @@ def test_eval_takes_pairs_and_best_of_n_rows_of_one_file(
     assert code == 0
     assert "best-of-N accuracy" in out
     assert f"{float(first[0] > first[1:].max()):.3f}" in out
+
+
+# ------------------------------------------------------------------ the first pairs
+
+
+def test_limit_takes_the_first_pairs_and_reads_no_further(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind what is taken the files hold what is no row at all, and are not even looked through for their length."""
+    kwise = {"prompt": "rank? ", "completions": ["a", "bb", "ccc"], "ranks": [2, 1, 3]}
+    rows = [*text_rows(2), kwise, BEST[0]]
+    whole = write_rows(tmp_path / "whole.jsonl", rows)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(whole.read_text(encoding="utf-8") + "no JSON\n", encoding="utf-8")
+    options = ["--dtype", "float32", "--json"]
+    expected = json.loads(run(capsys, "eval", tiny_checkpoint, whole, *options)[1])
+    assert run(capsys, "eval", tiny_checkpoint, broken, *options)[0] == 2
+    monkeypatch.setattr("rm_train.evaluate.count_rows", lambda source: pytest.fail("the file was looked through"))
+    code, out, err = run(capsys, "eval", tiny_checkpoint, broken, *options, "--limit", 6)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["pairs"], found["rows"], found["best_of_n"]["prompts"]) == (5, 3, 1)
+    assert found["accuracy"] == expected["accuracy"]
+    code, out, err = run(capsys, "compare", tiny_checkpoint, tiny_checkpoint, broken, *options, "--limit", 2)
+    assert code == 0, err
+    assert [model["pairs"] for model in json.loads(out)["models"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "asked"), [(None, 6, 6), (1, 1, 1), (2, 1, 2), (4, 4, 4), (5, 5, 5), (6, 6, 6)]
+)
+def test_limit_takes_rows_whole(limit: int | None, taken: int, asked: int, tmp_path: Path) -> None:
+    """A pair, three pairs of one row, two pairs: the row of three comes whole or not at all."""
+    kwise = {"prompt": "rank? ", "completions": ["a", "bb", "ccc"], "ranks": [2, 1, 3]}
+    plain = text_rows(3)
+    pairs = list(read_pairs(str(write_rows(tmp_path / "rows.jsonl", [plain[0], kwise, *plain[1:]]))))
+    seen: list[Any] = []
+
+    def items() -> Any:
+        for pair in pairs:
+            seen.append(pair)
+            yield pair
+
+    assert list(first_rows(items(), limit)) == pairs[:taken]
+    assert len(seen) == asked
+    with pytest.raises(DataError, match="a limit of 2 pairs does not hold this row, which has 3"):
+        list(first_rows(pairs[1:], 2))
+
+
+# ------------------------------------------------------------------ the length limit
+
+
+def long_rows(count: int) -> list[dict[str, Any]]:
+    return [{**row, "prompt": f"{row['prompt']}{'much too long ' * 20}"} for row in text_rows(count, seed=5)]
+
+
+def test_eval_gives_the_numbers_that_fit_recorded_on_the_same_file(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained at 128 tokens, on a model that reads 512: both cut the same pairs at the same place."""
+    file = write_rows(tmp_path / "pairs.jsonl", [*text_rows(6), *long_rows(6), *chat_rows(2, seed=1)])
+    train = {"max_steps": 3, "learning_rate": 3e-3}
+    result = fit(make_config(tiny_base, tmp_path, file, file, train=train), Quiet())
+    assert result.record is not None
+    recorded = result.record.metrics
+    checkpoint = result.directory / "checkpoint"
+    report = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--json")[1])
+    assert (report["max_length"], report["truncated"]) == (recorded["max_length"], recorded["truncated"]) == (128, 6)
+    assert report["accuracy"] == recorded["accuracy"]
+    assert report["log_loss"] == pytest.approx(recorded["log_loss"], abs=1e-4)
+    assert report["reward"]["mean"] == pytest.approx(recorded["reward"]["mean"], abs=1e-4)
+
+    shown = run(capsys, "eval", checkpoint, file, "--dtype", "float32")[1].split("\n")
+    assert any(line.split() == ["length", "limit", "128", "tokens"] for line in shown)
+    assert any("14 (6 cut to the length limit)" in line for line in shown)
+    whole = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--max-length", 512, "--json")[1])
+    assert (whole["max_length"], whole["truncated"]) == (512, 0)
+    assert whole["log_loss"] != pytest.approx(recorded["log_loss"], abs=1e-4)
+    code, _, err = run(capsys, "eval", checkpoint, file, "--max-length", 513)
+    assert code == 2
+    assert "reads at most 512 tokens; --max-length is 513" in err
+
+
+def test_compare_and_calibrate_cut_where_training_did(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some 300 tokens a pair; recorded are 256. Best-of-N rows are cut alike."""
+    best = {"prompt": "y" * 300, "chosen": ["a"], "rejected": ["b"]}
+    file = write_rows(tmp_path / "pairs.jsonl", [*long_rows(3), best])
+    arguments = ["compare", tiny_checkpoint, tiny_checkpoint, file, "--dtype", "float32"]
+    for options, limit, cut in (([], 256, 3), (["--max-length", 400], 400, 0)):
+        models = json.loads(run(capsys, *arguments, *options, "--json")[1])["models"]
+        found = {(model["max_length"], model["truncated"], model["best_of_n"]["truncated"]) for model in models}
+        assert found == {(limit, cut, cut // 3)}
+    assert "3 cut to 256 tokens" in run(capsys, *arguments)[1]
+    for name, options, cut in (("recorded", [], 3), ("given", ["--training-length", 400], 0)):
+        output = tmp_path / name
+        assert run(capsys, "calibrate", tiny_checkpoint, file, "--output", output, *options)[0] == 0
+        record = read_record(output)
+        assert record is not None
+        assert (record.metrics["max_length"], record.metrics["truncated"]) == (record.training_length, cut)
+
+
+def test_model_without_a_training_length_is_cut_where_it_ends(tiny_model: RewardModel) -> None:
+    adopted = copy.copy(tiny_model)
+    adopted.record = None
+    assert length_limit(adopted) == adopted.max_length == 512
+    assert length_limit(tiny_model) == 256
+    assert length_limit(tiny_model, 512) == 512
 
 
 # ------------------------------------------------------------------ compare

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rm_core.checkpoint import CheckpointError, WeightHashes, read_record, reward_id_of
+from rm_core.checkpoint import CheckpointError, WeightHashes, conservative_reward_id, read_record, reward_id_of
 from rm_core.model import RewardModel
 from rm_core.reward_heads import offsets_of
 from rm_server.groups import SpreadReward
@@ -310,8 +310,45 @@ def test_merged_and_adopted_checkpoints_keep_the_means(
     assert adopted.head_means == pytest.approx(record.head_means, abs=1e-4)
 
 
+def test_eval_of_the_conservative_reward_is_of_what_is_scored_and_served(
+    checkpoint: Path, files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs and best-of-N rows: every reward is mean - 2 std, and the report has its id."""
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    best = {"prompt": "Q? ", "chosen": ["yes"], "rejected": ["no", "never"]}
+    file = write_rows(tmp_path / "both.jsonl", [*rows, best])
+    options = ["--dtype", "float32", "--conservative", "2"]
+    report = json.loads(run(capsys, "eval", checkpoint, file, *options, "--json")[1])
+    model = RewardModel.load(str(checkpoint), dtype="float32", device="cpu")
+    assert (report["conservative"], report["reward_id"]) == (2.0, conservative_reward_id(model.reward_id, 2.0))
+    asked = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]]} for row in rows]
+    asked.append({"prompt": best["prompt"], "completions": [*best["chosen"], *best["rejected"]]})
+    lines = [json.dumps(row) for row in asked]
+    scored = [answer["rewards"] for answer in score_lines(model, lines, max_tokens=512, conservative=2.0)]
+    pairs = np.array(scored[:-1])
+    assert report["reward"]["mean"] == pytest.approx(pairs.mean(), abs=1e-5)
+    assert report["accuracy"]["value"] == pytest.approx((pairs[:, 0] > pairs[:, 1]).mean())
+    assert report["best_of_n"]["accuracy"]["value"] == float(scored[-1][0] > max(scored[-1][1:]))
+    served = BatchScorer(model, 512, "shared", time.monotonic, conservative=2.0)
+    ids = [model.renderer.render(best["prompt"], answer) for answer in (*best["chosen"], *best["rejected"])]
+    outcomes = served.score([np.array(one, dtype=">u4").tobytes() for one in ids]).outcomes
+    assert outcomes == pytest.approx(scored[-1], abs=1e-5)
+
+    plain = json.loads(run(capsys, "eval", checkpoint, file, "--dtype", "float32", "--json")[1])
+    assert (plain["reward_id"], "conservative" in plain) == (model.reward_id, False)
+    spread = plain["heads"]["mean_std"]
+    assert report["reward"]["mean"] == pytest.approx(plain["reward"]["mean"] - 2 * spread, abs=1e-5)
+    for name in ("mean_std", "accuracy_mean_minus_std"):
+        assert report["heads"][name] == pytest.approx(plain["heads"][name], abs=1e-6)
+    assert "mean - 2 std over the heads" in run(capsys, "eval", checkpoint, file, *options)[1]
+
+
 def test_one_head_alone_cannot_tell(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": "A text."}])
     code, out, err = run(capsys, "score", tiny_checkpoint, rows, "--conservative", "1")
     assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "has one head alone" in err
+    pairs = write_rows(tmp_path / "pairs.jsonl", text_rows(2))
+    code, out, err = run(capsys, "eval", tiny_checkpoint, pairs, "--conservative", "1")
+    assert (code, out) == (2, "")
     assert "has one head alone" in err

@@ -59,6 +59,30 @@ def test_interval_is_near_the_normal_one_for_single_pairs() -> None:
     assert interval.high == pytest.approx(0.7924, abs=0.006)
 
 
+def test_weights_weigh_accuracy_and_interval() -> None:
+    """A prompt of three pairs, all wrong, that weigh 1/3 each, and one with a right pair: (0 + 1) / 2. A resample draws
+    the first twice, both, or the second twice: 0, 1/2 or 1. Unweighted it is 1/4, and 0, 1/4 or 1.
+    """
+    chosen, prompts, weights = [-1, -1, -1, 1], ["a", "a", "a", "b"], [1 / 3, 1 / 3, 1 / 3, 1]
+    assert metrics.accuracy(chosen, [0] * 4, None, weights) == pytest.approx(0.5)
+    interval = metrics.accuracy_interval(chosen, [0] * 4, prompts, weights=weights)
+    assert (interval.value, interval.low, interval.high) == pytest.approx((0.5, 0.0, 1.0))
+    sums, counts = metrics.sum_by_prompt(np.array([0.0, 0.0, 1.0, 1.0]), prompts, weights)
+    assert (sums.tolist(), counts.tolist()) == (pytest.approx([1 / 3, 1]), pytest.approx([1, 1]))
+    by_key = metrics.accuracy_by(["x", "x", "y", "x"], chosen, [0] * 4, weights=weights)
+    assert by_key["x"] == metrics.Share(pytest.approx(1 / (2 / 3 + 1)), 3)  # type: ignore[arg-type]
+    lengths = metrics.length_report(chosen, [0] * 4, [9] * 4, [5] * 4, weights=weights)
+    assert lengths.chosen_longer == metrics.Share(pytest.approx(0.5), 4)  # type: ignore[arg-type]
+
+
+def test_weights_weigh_the_difference_of_two_models() -> None:
+    """The second model gains all three pairs of one row and loses another row's only pair: 1 - 1 rows of 2."""
+    first, second, prompts = [0, 0, 0, 1], [1, 1, 1, 0], ["a", "a", "a", "b"]
+    found = compare_correctness(first, second, prompts, weights=[1 / 3, 1 / 3, 1 / 3, 1])
+    assert found.difference.value == pytest.approx(0.0)
+    assert (found.only_first_right, found.only_second_right, found.p_value) == (1, 3, 1.0)
+
+
 def test_interval_is_the_same_for_the_same_seed() -> None:
     rng = np.random.default_rng(0)
     chosen, rejected, prompts = rng.normal(size=60), rng.normal(size=60), [str(i % 20) for i in range(60)]

@@ -277,7 +277,7 @@ def test_ranks_give_all_pairs_and_the_row_weighs_one() -> None:
     """Ranks 2, 1, 3: answer 1 beats 0 and 2, answer 0 beats 2: three pairs of weight 1/3."""
     pairs = pairs_of(prompt="q", completions=["a", "b", "c"], ranks=[2, 1, 3], id="x")
     assert [(pair.chosen, pair.rejected) for pair in pairs] == [("a", "c"), ("b", "a"), ("b", "c")]
-    assert [pair.weight for pair in pairs] == [1 / 3] * 3
+    assert [pair.weight for pair in pairs] == [pair.row_part for pair in pairs] == [1 / 3] * 3
     assert [pair.margin for pair in pairs] == [None] * 3
     assert [pair.id for pair in pairs] == ["x:0>2", "x:1>0", "x:1>2"]
 
@@ -289,6 +289,7 @@ def test_scores_give_margins_and_ties_give_no_pair() -> None:
         ("a", "c", 3.0, 1.0),
         ("b", "c", 3.0, 1.0),
     ]
+    assert [pair.row_part for pair in pairs] == [0.5, 0.5], "the row's own weight is for the loss"
     assert pairs_of(prompt="q", completions=["a", "b"], scores=[1, 1]) == []
 
 
