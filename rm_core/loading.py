@@ -137,7 +137,8 @@ def build_for_training(
 
     The new layer that gives the reward starts normal with std ``head_init_scale`` / sqrt(H): small, so that the first
     loss is ln 2; other new layers (an encoder's pooler and norms) start as their architecture has it. Full fine-tuning
-    keeps fp32 weights. A base that is a reward model keeps its head. ``start`` is an adapter on this base
+    keeps fp32 weights. The base's own dropout is off: it would compare the two answers of a pair under different noise.
+    A base that is a reward model keeps its head. ``start`` is an adapter on this base
     to go on from; without ``lora`` it is merged. ``quantize`` stores the base's linear layers in so many bits, the head
     left out; it needs CUDA. ``num_heads`` heads are trained beside each other, each from its own start. Raises
     LoadError.
@@ -146,12 +147,14 @@ def build_for_training(
         raise LoadError(f"{start.name}: has a head to go on with; head.count {num_heads} needs a base without one")
     if start is not None and lora is None:
         network = load_adapter(start, base)
+        switch_dropout_off(network)
         network.requires_grad_(True)
         return network
     quantization = {} if quantize is None else _quantization(quantize, dtype, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # transformers draws the new layers from the global generator
         classifier, fresh = _from_pretrained(base, dtype if lora is not None else torch.float32, **quantization)
+    switch_dropout_off(classifier)
     classifier.config.pad_token_id = classifier.config.pad_token_id or 0
     generator = torch.Generator().manual_seed(seed)
     modules = sorted({name.rpartition(".")[0] for name in fresh})
@@ -173,10 +176,22 @@ def build_for_training(
         with warnings.catch_warnings():
             # peft 0.21 reads an attribute that transformers 5.24 renamed
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            # GPT-2 keeps its weights transposed; peft sees that, and sets the option as it must be
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
             classifier = get_peft_model(classifier, options)
         if start is not None:
             _continue_adapter(classifier, start)
     return RewardNetwork(classifier)
+
+
+def switch_dropout_off(module: torch.nn.Module) -> None:
+    """In every layer, whether dropout is a module there or a rate that a layer keeps under such a name."""
+    for layer in module.modules():
+        rates = ["p"] if isinstance(layer, torch.nn.modules.dropout._DropoutNd) else []
+        rates += [name for name in vars(layer) if "dropout" in name or name.endswith("pdrop")]
+        for name in rates:
+            if isinstance(getattr(layer, name), float):
+                setattr(layer, name, 0.0)
 
 
 def _widen_head(

@@ -40,12 +40,19 @@ def why_no_tree(backbone: Any) -> str | None:
         return "its attention has sinks"
     if kinds := sorted(_rope_types(config) & _BATCH_DEPENDENT_ROPE):
         return f"its rotary frequencies ({kinds[0]}) depend on the longest sequence of a batch"
-    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ("attention_dropout", "attn_pdrop"))
+    dropout = max((_attention_dropout(module) for module in backbone.modules()), default=0.0)
     if backbone.training and dropout > 0:
         return f"it trains with attention dropout ({dropout:g})"
     if config._attn_implementation not in ("sdpa", "eager", "tree_over_sdpa", "tree_over_eager"):
         return f"its attention is {config._attn_implementation!r}"
     return None
+
+
+def _attention_dropout(layer: torch.nn.Module) -> float:
+    """The rate that a layer gives its attention function, as a number or as the module that has it."""
+    rates = [getattr(layer, name, None) for name in ("attention_dropout", "attn_dropout")]
+    found = [rate.p if isinstance(rate, torch.nn.Dropout) else rate for rate in rates]
+    return max((rate for rate in found if isinstance(rate, float)), default=0.0)
 
 
 class SelfCheck:

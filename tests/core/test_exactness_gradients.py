@@ -90,18 +90,26 @@ def test_gradients_with_recomputed_activations_are_the_same(trainable: Trainable
 def check_bfloat16_gradients(family: str, changes: dict[str, Any], folder: Path, device: str) -> None:
     """LoRA's and the head's gradients, computed as the trainer does, are as close to fp32 as those of plain peft.
 
-    What is compared is the relative error of each tensor, as a root mean square over the tensors.
+    What is compared is the relative error of each tensor, as a root mean square over the tensors of three adapters on
+    texts of their own: of a single one the two errors differ by up to 12 % either way.
     """
+    errors = [_bfloat16_errors(family, changes, folder / str(seed), device, seed) for seed in (1, 2, 3)]
+    ours, plain = (rms(np.array(column)) for column in zip(*errors, strict=True))
+    assert ours <= 1.1 * plain
+
+
+def _bfloat16_errors(family: str, changes: dict[str, Any], folder: Path, device: str, seed: int) -> tuple[float, float]:
+    """Of ours, and of plain peft in bf16."""
     from peft import PeftModel
     from peft.helpers import disable_input_dtype_casting
 
     base = save_base(folder / "base", family, **changes)
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    model = RewardModel.for_training(str(base), lora=options, seed=1, dtype="bfloat16", device=device)
+    model = RewardModel.for_training(str(base), lora=options, seed=seed, dtype="bfloat16", device=device)
     assert model.sharing_off is None
     generator = randomise_adapter(model)
     model.save_weights(folder / "adapter")
-    sequences = [item.ids for item in corpus(60, seed=9)]
+    sequences = [item.ids for item in corpus(60, seed=seed)]
     weights = torch.randn(len(sequences), generator=generator)
 
     def plain(dtype: torch.dtype, place: str) -> dict[str, torch.Tensor]:
@@ -126,7 +134,7 @@ def check_bfloat16_gradients(family: str, changes: dict[str, Any], folder: Path,
         rewards = model.network(sequences)
         (rewards * weights.to(device)).sum().backward()
     found = {name: g.double().cpu() for name, g in trainable_gradients(model.network.classifier).items()}
-    assert error(found) <= 1.1 * error(plain(torch.bfloat16, device))
+    return error(found), error(plain(torch.bfloat16, device))
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,30 @@ def test_an_empty_sequence_is_an_error_and_no_sequences_are_none(tiny_model):
     assert tiny_model.score_ids([]).shape == (0,)
     with pytest.raises(ValueError, match="an empty sequence"):
         tiny_model.score_ids([[1], []])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_dropout": 0.5}),
+        ("seed_oss", {"attention_dropout": 0.5, "residual_dropout": 0.5}),
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+        ("bert", {"head_dim": None, "num_key_value_heads": None, "hidden_dropout_prob": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("lora", [{"r": 4, "lora_dropout": 0.25, "target_modules": "all-linear"}, None])
+def test_the_bases_own_dropout_is_off_in_training_and_loras_is_as_asked(tmp_path, family, changes, lora):
+    directory = save_classifier(tmp_path / family, family, **changes)
+    model = RewardModel.for_training(str(directory), lora=lora, seed=1, dtype="float32", device="cpu")
+    network = model.network.train()
+    assert model.sharing_off is None or family == "bert"
+    dropouts = {m.p for name, m in network.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in name}
+    assert dropouts == (set() if lora is None else {0.25})
+    for module in network.modules():
+        if lora is not None and hasattr(module, "lora_dropout"):
+            module.lora_dropout = torch.nn.ModuleDict({name: torch.nn.Identity() for name in module.lora_dropout})
+    sequences = random_sequences(6)
+    with torch.no_grad():
+        first, again, scored = network(sequences), network(sequences), network.eval()(sequences)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    torch.testing.assert_close(first, scored, rtol=1e-5, atol=1e-5)
