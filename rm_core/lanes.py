@@ -4,11 +4,13 @@ Threads that work on one product wait for each other after each of a layer's doz
 one of them (a tokenizer, the event loop, a neighbour) stops all. Lanes wait once, at the end of the batch.
 
 Invariant: what shares a prefix stays together, so lanes compute the same tokens as one pass, and the token budget is
-divided among them, so they hold no more memory.
+divided among them, so they hold no more memory. A large group's common beginning is computed first, by all threads, and
+known to every lane; what of it is not a multiple of MIN_SHARED tokens each answer computes for itself.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,12 +18,17 @@ import torch
 from rm_core import kernels
 from rm_core.network import RewardNetwork
 from rm_core.passes import Scored, score_in_passes, units_of
-from rm_core.prefix_cache import PrefixCache
+from rm_core.prefix_cache import Key, PrefixCache, usable_length
+from rm_core.tree import shared_length
 
 TOKENS_OF_LANE = 2048
 """A lane gets at least this much of the budget: smaller passes read the weights too often."""
 _TOGETHER = 0.85
 """What all threads in one pass do of what they do in lanes (measured: 0.80 to 0.88)."""
+TOKENS_TO_SPLIT = 2048
+"""A group whose answers are less is not worth a pass for its beginning alone."""
+_AGAIN = 0.1
+"""Nor is one in which this share would be computed again: lanes gain little more."""
 
 
 class Lanes:
@@ -44,8 +51,32 @@ class Lanes:
             return score_in_passes(network, sequences, max_tokens, cache)
         units = units_of(sequences, cache)
         lanes, together = divide([tokens for _, tokens in units], num_lanes, max_tokens // num_lanes)
-        if not any(lanes):
-            return score_in_passes(network, sequences, max_tokens, cache)
+        begun = [
+            (units[number][0], ids) for number in together if (ids := _beginning(sequences, *units[number], cache))
+        ]
+        first = None
+        if begun:
+            cache = PrefixCache(2**62) if cache is None else cache
+            first = score_in_passes(network, [ids for _, ids in begun], max_tokens, cache)
+            units = units_of(sequences, cache)
+            lanes, together = divide([tokens for _, tokens in units], num_lanes, max_tokens // num_lanes)
+        if any(lanes):
+            scored = self._score(network, sequences, max_tokens, cache, units, lanes, together)
+        else:
+            scored = score_in_passes(network, sequences, max_tokens, cache)
+        return scored if first is None else _with_beginnings(scored, begun, first, sequences)
+
+    def _score(
+        self,
+        network: RewardNetwork,
+        sequences: Sequence[Sequence[int]],
+        max_tokens: int,
+        cache: PrefixCache | None,
+        units: Sequence[tuple[list[int], int]],
+        lanes: Sequence[Sequence[int]],
+        together: Sequence[int],
+    ) -> Scored:
+        budget = max_tokens // len(lanes)
 
         def members(numbers: Sequence[int]) -> list[int]:
             return [index for number in numbers for index in units[number][0]]
@@ -55,8 +86,8 @@ class Lanes:
                 return score_in_passes(network, [sequences[index] for index in indices], budget, cache)
 
         parts = [members(lane) for lane in lanes if lane]
-        pool = self._threads(num_lanes)
-        running = [pool.submit(run, part, max_tokens // num_lanes) for part in parts]
+        pool = self._threads(len(lanes))
+        running = [pool.submit(run, part, budget) for part in parts]
         wait(running)  # all of them, also where one fails: nothing goes on behind the caller's back
         results = _results(running)
         if together:
@@ -70,6 +101,32 @@ class Lanes:
             self._pool = ThreadPoolExecutor(num_lanes, "rm-lane", initializer=_own_threads, initargs=shape[1:])
             self._shape = shape
         return self._pool
+
+
+def _beginning(
+    sequences: Sequence[Sequence[int]], indices: Sequence[int], tokens: int, cache: PrefixCache | None
+) -> Key | None:
+    """What the sequences of a unit of ``tokens`` have in common, where it pays to compute that first."""
+    distinct = sorted({tuple(sequences[index]) for index in indices})
+    shared = shared_length(distinct[0], distinct[-1])
+    length = usable_length(shared, distinct[0])
+    again = (shared - length) * (len(distinct) - 1)
+    is_known = cache is not None and cache.known_length(distinct[0]) > 0
+    if is_known or not length or tokens - shared < TOKENS_TO_SPLIT or again > _AGAIN * (tokens - shared):
+        return None
+    return distinct[0][:length]
+
+
+def _with_beginnings(
+    scored: Scored, begun: Sequence[tuple[Sequence[int], Key]], first: Scored, sequences: Sequence[Sequence[int]]
+) -> Scored:
+    """The costs with those of the beginnings, which were in the cache for this batch alone."""
+    computed, not_cached = scored.computed_tokens.copy(), 0
+    for (indices, ids), tokens in zip(begun, first.computed_tokens, strict=True):
+        computed[list(indices)] += tokens / len(indices)
+        not_cached += len(ids) * len({tuple(sequences[index]) for index in indices})
+    cached_tokens = first.cached_tokens + max(scored.cached_tokens - not_cached, 0)
+    return replace(scored, computed_tokens=computed, cached_tokens=cached_tokens)
 
 
 def _results(running: "list[Future[Scored]]") -> list[Scored]:

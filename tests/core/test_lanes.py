@@ -75,6 +75,24 @@ def test_a_single_group_is_computed_by_all_threads_together(model, threads_used)
     assert threads_used == [("MainThread", 2, 4)]
 
 
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_large_group_is_divided_behind_its_beginning(model, threads_used, monkeypatch, has_cache):
+    monkeypatch.setattr(lanes, "TOKENS_TO_SPLIT", 50)
+    sequences = groups(7, count=1, size=8, prompt=65)
+    sequences += [sequences[3]]
+    cache = PrefixCache(10**8) if has_cache else None
+    found = model.score_batch(sequences, max_tokens=2000, cache=cache)
+    assert [(name, count) for name, _, count in threads_used[:1]] == [("MainThread", 1)]
+    assert sorted((name, count) for name, _, count in threads_used[1:]) == [("rm-lane", 4), ("rm-lane", 5)]
+    assert found.computed_tokens.sum() == 64 + 8 * (1 + 12)
+    assert found.cached_tokens == 0
+    expected = in_one_lane(model, sequences, 2000)
+    np.testing.assert_allclose(found.rewards, expected.rewards, atol=0.02 * expected.rewards.std())
+    threads_used.clear()
+    model.score_batch(groups(7, count=1, size=8, prompt=78), max_tokens=2000)
+    assert [name for name, _, _ in threads_used] == ["MainThread"], "14 tokens of each answer would be computed again"
+
+
 def test_siblings_under_a_cached_prompt_go_to_different_lanes(model, threads_used):
     sequences = groups(2, count=1, size=8, prompt=64)
     cache = PrefixCache(10**8)
