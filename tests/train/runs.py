@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rm_train.config import FitConfig
+from tests.conftest import byte_tokenizer, tiny_config
 
 if TYPE_CHECKING:
     from rm_core.model import RewardModel
@@ -122,6 +123,30 @@ def make_config(base: Path, directory: Path, pairs: Path, held_out: Path | None 
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return FitConfig.model_validate(values)
+
+
+MODERNBERT = {"cls_token_id": 256, "sep_token_id": 257, "global_attn_every_n_layers": 2, "local_attention": 16}
+ENCODERS = {
+    "modernbert": MODERNBERT,
+    "deberta-v2": {"type_vocab_size": 0, "pooler_hidden_size": 32},
+    "bert": {},
+    "roberta": {},
+    "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64, "hidden_size": None,
+                   "num_hidden_layers": None, "num_attention_heads": None},
+}  # fmt: skip
+"""Changes of the tiny configuration by family."""
+
+
+def save_encoder(directory: Path, family: str, **changes: Any) -> Path:
+    """A random encoder without a classification head, the way a base comes from a hub."""
+    import torch
+    from transformers import AutoModel
+
+    config = tiny_config(family, num_key_value_heads=None, head_dim=None, **changes)
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(directory)
+    byte_tokenizer(None).save_pretrained(directory)
+    return directory
 
 
 def metric_lines(run: Path, *, wall_clock: bool = False) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel
 
 from rm_core import loading
 from rm_core.chat import Renderer
@@ -25,8 +24,17 @@ from rm_train import check
 from rm_train.check import CheckInput
 from rm_train.config_file import ConfigError, load_config
 from rm_train.fit import fit
-from tests.conftest import CHATML, byte_tokenizer, save_classifier, tiny_config
-from tests.train.runs import Quiet, make_config, metric_lines, text_rows, write_rows
+from tests.conftest import CHATML, byte_tokenizer, save_classifier
+from tests.train.runs import (
+    ENCODERS,
+    MODERNBERT,
+    Quiet,
+    make_config,
+    metric_lines,
+    save_encoder,
+    text_rows,
+    write_rows,
+)
 
 SAME = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 """The adapter of ``tiny_checkpoint``."""
@@ -152,24 +160,6 @@ def test_going_on_with_another_template_is_refused(chat_checkpoint: Path, tmp_pa
 # ------------------------------------------------------------------ new layers of an encoder
 
 
-def save_encoder(directory: Path, family: str, **changes: Any) -> Path:
-    """A random encoder without a classification head, the way a base comes from a hub."""
-    config = tiny_config(family, num_key_value_heads=None, head_dim=None, **changes)
-    torch.manual_seed(0)
-    AutoModel.from_config(config).save_pretrained(directory)
-    byte_tokenizer(None).save_pretrained(directory)
-    return directory
-
-
-MODERNBERT = {"cls_token_id": 256, "sep_token_id": 257, "global_attn_every_n_layers": 2, "local_attention": 16}
-ENCODERS = {
-    "modernbert": MODERNBERT,
-    "deberta-v2": {"type_vocab_size": 0, "pooler_hidden_size": 32},
-    "bert": {},
-    "roberta": {},
-    "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64, "hidden_size": None,
-                   "num_hidden_layers": None, "num_attention_heads": None},
-}  # fmt: skip
 SAME_ON_ENCODERS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 

@@ -24,12 +24,14 @@ from rm_train.loop import DivergedError
 from rm_train.rows import DataError
 from tests.conftest import CHATML, byte_tokenizer, save_base
 from tests.train.runs import (
+    ENCODERS,
     RUN_FILES,
     Quiet,
     chat_rows,
     learnable_rows,
     make_config,
     metric_lines,
+    save_encoder,
     text_rows,
     weights_of,
     write_rows,
@@ -365,6 +367,31 @@ def test_a_rule_that_can_be_learnt_is_learnt(tiny_base: Path, tmp_path: Path) ->
     assert record.metrics["accuracy"]["value"] >= 0.9
     assert record.metrics["log_loss"] < 0.4
     assert record.metrics["longer_wins"] == 0.5
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None], ids=["lora", "full"])
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "modernbert"])
+def test_an_encoder_trains_and_plain_transformers_reads_the_same_rewards_from_its_checkpoint(
+    family: str, lora: Any, tmp_path: Path
+) -> None:
+    """Its pooler and other new layers are trained and saved with the head."""
+    from peft import AutoPeftModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
+
+    base = save_encoder(tmp_path / family, family, **ENCODERS[family])
+    train = write_rows(tmp_path / "train.jsonl", text_rows(12))
+    held_out = write_rows(tmp_path / "eval.jsonl", text_rows(5, seed=2))
+    config = make_config(base, tmp_path, train, held_out, lora=lora, train={"max_steps": 6, "learning_rate": 3e-3})
+    result = fit(config, Quiet())
+    checkpoint = result.directory / "checkpoint"
+    rewards = rewards_by_server(checkpoint, held_out)
+    assert np.concatenate([rewards.chosen, rewards.rejected]).std() > 0
+    kind = AutoModelForSequenceClassification if lora is None else AutoPeftModelForSequenceClassification
+    plain = kind.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32).eval()
+    encoded = encode_pairs(list(read_pairs(str(held_out))), RewardModel.load(str(checkpoint)).renderer, 128)
+    with torch.no_grad():
+        expected = [float(plain(input_ids=torch.tensor([item.chosen])).logits[0, 0]) for item in encoded]
+    np.testing.assert_allclose(rewards.chosen, expected, atol=1e-5)
 
 
 def test_reward_changes_when_only_the_last_answer_does_though_pad_is_eos(tmp_path: Path) -> None:
