@@ -1,4 +1,4 @@
-"""The examples run from end to end, on a tiny random policy; the long measured runs are in docs/benchmarks.md."""
+"""The examples run from end to end, on a tiny random policy."""
 
 import importlib.util
 import json
