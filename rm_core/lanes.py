@@ -56,8 +56,11 @@ class Lanes:
         ]
         first = None
         if begun:
-            cache = PrefixCache(2**62) if cache is None else cache
+            own = PrefixCache(2**62) if cache is None else None
+            cache = cache if own is None else own
             first = score_in_passes(network, [ids for _, ids in begun], max_tokens, cache)
+            if own is not None:
+                own.max_bytes = 0  # it holds the beginnings, and none of the answers' keys and values
             units = units_of(sequences, cache)
             lanes, together = divide([tokens for _, tokens in units], num_lanes, max_tokens // num_lanes)
         if any(lanes):
@@ -120,7 +123,7 @@ def _beginning(
 def _with_beginnings(
     scored: Scored, begun: Sequence[tuple[Sequence[int], Key]], first: Scored, sequences: Sequence[Sequence[int]]
 ) -> Scored:
-    """The costs with those of the beginnings, which were in the cache for this batch alone."""
+    """The costs with those of the beginnings, which this batch put into the cache itself: they are no hits."""
     computed, not_cached = scored.computed_tokens.copy(), 0
     for (indices, ids), tokens in zip(begun, first.computed_tokens, strict=True):
         computed[list(indices)] += tokens / len(indices)

@@ -93,6 +93,20 @@ def test_a_large_group_is_divided_behind_its_beginning(model, threads_used, monk
     assert [name for name, _, _ in threads_used] == ["MainThread"], "14 tokens of each answer would be computed again"
 
 
+def test_no_answer_is_kept_where_there_is_no_cache(model, monkeypatch):
+    made = []
+
+    class Noted(PrefixCache):
+        def __init__(self, max_bytes):
+            super().__init__(max_bytes)
+            made.append(self)
+
+    monkeypatch.setattr(lanes, "PrefixCache", Noted)
+    monkeypatch.setattr(lanes, "TOKENS_TO_SPLIT", 50)
+    model.score_batch(groups(8, count=1, size=8, prompt=32, answer=60), max_tokens=2000)
+    assert [len(cache) for cache in made] == [1], "the prompt alone"
+
+
 def test_siblings_under_a_cached_prompt_go_to_different_lanes(model, threads_used):
     sequences = groups(2, count=1, size=8, prompt=64)
     cache = PrefixCache(10**8)
