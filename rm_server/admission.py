@@ -20,7 +20,7 @@ from rm_server.groups import Request
 
 ROOM_IN_BATCHES = 16
 """The measured rate never lowers the room below this many batches."""
-CAUTION = 2.0
+CAUTION = 2.5
 """Who has less than this times the expected time left is not let in: it would be late, and waste its turn. Under
 overload everyone is let in at this margin, so whatever the expectation misses (a rate that falls while the machine is
 busy refusing, the batch in flight, tokenising) must fit into it, or all are late at once."""

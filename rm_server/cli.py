@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, get_args
@@ -37,7 +37,7 @@ logger = logging.getLogger("rm_server")
 EXIT_USER_ERROR = 2
 EXIT_STALLED = 70
 BACKLOG = 2048
-COLLECT_SECONDS = 60.0
+COLLECT_SECONDS, COLLECT_AT_LEAST_SECONDS = 60.0, 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,7 +107,7 @@ async def _serve(
         lines = str(error).splitlines() or [type(error).__name__]
         complaint = lines[0] if code == EXIT_USER_ERROR else f"the model cannot be started: {lines[0]}"
     elif not server.should_exit:
-        collect_rarely(asyncio.get_running_loop())
+        collect_rarely(asyncio.get_running_loop(), lambda: service.num_open == 0)
         scheme = "http" if settings.ssl_certfile is None else "https"
         print(f"rm-server ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     try:
@@ -120,18 +120,23 @@ async def _serve(
     return code, is_busy or service.is_busy
 
 
-def collect_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the garbage collector once a minute, and not on what is there by now: it stays for good.
+def collect_rarely(loop: asyncio.AbstractEventLoop, is_idle: Callable[[], bool]) -> None:
+    """Run the garbage collector once a minute while idle, else every ten, and not on what is there by now: it stays.
 
     Left to itself it visits what waits in the queue as often as requests come in: almost half of the event loop's time
-    under overload, and 0.2 s for one long list. Requests leave it nothing (tests/server/test_garbage.py).
+    under overload, and 0.2 s for one long list or one full queue. Requests leave it nothing
+    (tests/server/test_garbage.py).
     """
     gc.collect()
     gc.freeze()
     gc.disable()
+    last = loop.time()
 
     def again() -> None:
-        gc.collect()
+        nonlocal last
+        if is_idle() or loop.time() >= last + COLLECT_AT_LEAST_SECONDS:
+            gc.collect()
+            last = loop.time()
         loop.call_later(COLLECT_SECONDS, again)
 
     loop.call_later(COLLECT_SECONDS, again)

@@ -11,12 +11,12 @@ import ssl
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-import h11
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rm_server.errors import MalformedBodyError, OverloadedError, ServerError
 from rm_server.settings import ServerSettings, SettingsError
@@ -48,7 +48,7 @@ def uvicorn_config(
         http=bounded_protocol(settings.receive_seconds, settings.max_connections, on_refusal),
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        proxy_headers=False,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         log_config=None,
@@ -61,10 +61,13 @@ def uvicorn_config(
 
 def bounded_protocol(
     receive_seconds: float, max_connections: int, on_refusal: Callable[[ServerError], None]
-) -> type[H11Protocol]:
+) -> type[HttpToolsProtocol]:
     """The HTTP protocol for ``uvicorn.Config(http=…)``, with these limits."""
 
-    class BoundedProtocol(H11Protocol):
+    class BoundedProtocol(HttpToolsProtocol):
+        _owed: Literal["head", "body", "nothing"] = "head"
+        """What of the request that is being received has not come; after one, nothing until the next begins."""
+        _head_bytes = _pieces_bytes = 0
         _timer: asyncio.TimerHandle | None = None
         _timed: tuple[object, object] = (None, None)
         _write_timer: asyncio.TimerHandle | None = None
@@ -85,9 +88,45 @@ def bounded_protocol(
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if not self.transport.is_closing() and not self._is_refused:
-                super().data_received(data)
-                self._watch()
+            while data and not self.transport.is_closing() and not self._is_refused:
+                length = len(data) if self._owed == "body" else MAX_HEADER_BYTES
+                piece, data = data[:length], data[length:]
+                super().data_received(piece)
+                if self._owed == "head":
+                    # A header is counted when it is whole, which one without an end never is. The first piece may
+                    # have begun with something else.
+                    self._pieces_bytes += len(piece)
+                    if self._pieces_bytes > 2 * MAX_HEADER_BYTES and not self.transport.is_closing():
+                        self.send_400_response("")
+            self._watch()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._owed, self._head_bytes, self._pieces_bytes = "head", 0, 0
+
+        def on_url(self, url: bytes) -> None:
+            self._count_head(url)
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count_head(name, value)
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+            if version not in ("1.0", "1.1") or hosts > 1 or (version == "1.1" and hosts == 0):
+                raise ValueError("RFC 9112, 3.2: a request names one host")
+            super().on_headers_complete()
+            self._owed = "body"
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._owed = "nothing"
+
+        def _count_head(self, *parts: bytes) -> None:
+            self._head_bytes += sum(map(len, parts))
+            if self._head_bytes > MAX_HEADER_BYTES:
+                raise ValueError("headers too long")
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -109,8 +148,8 @@ def bounded_protocol(
                 super().resume_writing()
 
         def send_400_response(self, msg: str) -> None:
-            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-                self.transport.abort()
+            if self._is_busy() and (self.cycle.response_started or self._owed != "body"):
+                self.transport.abort()  # the next answer that this caller expects is that of an earlier request
                 return
             self._refuse(
                 "400 Bad Request", MalformedBodyError("the request is not valid HTTP, or its headers are too long")
@@ -118,15 +157,21 @@ def bounded_protocol(
 
         def _watch(self) -> None:
             """Run the one timer that belongs to what the caller owes: headers, a body, or nothing."""
-            state = self.conn.their_state
-            owes = state is h11.SEND_BODY or (state is h11.IDLE and self.timeout_keep_alive_task is None)
-            if not owes or self.transport.is_closing():
+            owed = self._owed
+            if self.flow.read_paused:  # an earlier request is being answered, or this one's body not yet read
+                owed = "nothing"
+            elif owed == "nothing" and self.timeout_keep_alive_task is None and not self._is_busy():
+                owed = "head"  # bytes came, but none that begins a request
+            if owed == "nothing" or self.transport.is_closing():
                 self._stop()
-            elif self._timed != (state, self.cycle):
+            elif self._timed != (owed, self.cycle):
                 self._stop()
-                slack = BODY_SLACK_SECONDS if state is h11.SEND_BODY else 0.0
+                slack = BODY_SLACK_SECONDS if owed == "body" else 0.0
                 self._timer = self.loop.call_later(receive_seconds + slack, self.transport.abort)
-                self._timed = (state, self.cycle)
+                self._timed = (owed, self.cycle)
+
+        def _is_busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
 
         def _stop(self) -> None:
             if self._timer is not None:
@@ -143,6 +188,9 @@ def bounded_protocol(
         def _refuse(self, status: str, error: ServerError) -> None:
             """Answer without the application, in its form, and close."""
             on_refusal(error)
+            if self._is_busy():
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             request_id = uuid.uuid4().hex
             body = error.body()
             body["error"]["request_id"] = request_id
