@@ -97,11 +97,13 @@ def log_probs(policy: Any, answers: Answers, temperature: float) -> torch.Tensor
     """Log-probability [N, T] of each answer's tokens under the distribution they are sampled from, in nats, fp32."""
     length = answers.mask.shape[1]
     positions = (answers.attention.long().cumsum(1) - 1).clamp(min=0)
+    total = answers.ids.shape[1]
     logits = policy(
         input_ids=answers.ids,
         attention_mask=answers.attention.long(),
         position_ids=positions,
-        logits_to_keep=length + 1,
+        # A number would cut a view, for which the CPU copies the output matrix once for each row.
+        logits_to_keep=torch.arange(total - length - 1, total, device=answers.ids.device),
         use_cache=False,
     ).logits[:, :-1]
     chosen = answers.ids[:, -length:].unsqueeze(-1)

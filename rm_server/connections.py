@@ -32,6 +32,7 @@ RESERVED_FILES = 256
 GOODBYE_SECONDS = 2.0
 LINGERING = 128
 """Refused connections that may wait for their callers to have sent what they send; more are closed at once."""
+_BODY_HEADERS = (b"content-length", b"transfer-encoding")
 BODY_SLACK_SECONDS = 1.0
 """A body that is late is answered by the application first, and the connection closed after this."""
 
@@ -116,6 +117,8 @@ def bounded_protocol(
             version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
             if version not in ("1.0", "1.1") or hosts > 1 or (version == "1.1" and hosts == 0):
                 raise ValueError("RFC 9112, 3.2: a request names one host")
+            if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
+                raise ValueError("the parser would take the body for the other protocol")
             super().on_headers_complete()
             self._owed = "body"
 
@@ -152,7 +155,11 @@ def bounded_protocol(
                 self.transport.abort()  # the next answer that this caller expects is that of an earlier request
                 return
             self._refuse(
-                "400 Bad Request", MalformedBodyError("the request is not valid HTTP, or its headers are too long")
+                "400 Bad Request",
+                MalformedBodyError(
+                    "the request is not valid HTTP/1.1, its headers are too long, or it has a body and offers another "
+                    "protocol (Upgrade: send it without)"
+                ),
             )
 
         def _watch(self) -> None:

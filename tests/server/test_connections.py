@@ -111,11 +111,14 @@ async def test_answer_that_nobody_reads_is_given_up(
         b"POST /score HTTP/1.1\r\nHost: x\r\nX-Canary: \x00\r\n\r\n",
         b"POST /score\xff HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /score HTTP/1.1\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
         b"GET /" + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-Canary: canary\r\n" * 10_000,
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"canary" * 100_000,
     ],
-    ids=range(14),
+    ids=range(17),
 )
 async def test_what_is_no_http_is_refused_in_the_one_error_form(
     fake: Any, serve_on_socket: Serve, caplog: pytest.LogCaptureFixture, data: bytes
@@ -186,6 +189,84 @@ async def test_pipelined_requests_are_answered_in_order(fake: Any, serve_on_sock
         for n in range(1, 6):
             status, answer, _ = await caller.answer()
             assert (status, answer["rewards"]) == (200, [score_of([n])])
+        await caller.close()
+
+
+async def test_what_follows_a_request_is_never_taken_for_its_answer(
+    fake: Any, serve_on_socket: Serve, score_of: Any
+) -> None:
+    async with serve_on_socket(fake) as (url, _):
+        fake.hold()
+        caller = await (await Caller.to(url)).send(WHOLE)
+        await fake.until_entered()
+        await caller.send(b"this is no HTTP\r\n\r\n")
+        await asyncio.sleep(0.05)
+        fake.gate.set()
+        status, answer, closes = await caller.answer()
+        assert closes
+        assert status == 0 or answer["rewards"] == [score_of([1, 2])], "a 400 would be read as this request's answer"
+        await caller.close()
+
+
+async def test_half_a_pipelined_request_waits_for_the_first_and_is_then_timed(
+    fake: Any, serve_on_socket: Serve, score_of: Any
+) -> None:
+    async with serve_on_socket(fake, receive_seconds=0.2) as (url, _):
+        fake.hold()
+        caller = await (await Caller.to(url)).send(WHOLE + WHOLE[:-4])
+        await fake.until_entered()
+        await asyncio.sleep(0.6)
+        fake.gate.set()
+        assert (await caller.answer())[1]["rewards"] == [score_of([1, 2])]
+        assert (await caller.answer())[0] == 504
+        assert await caller.is_closed_by_server()
+        await caller.close()
+
+
+async def test_headers_up_to_the_limit_are_read_however_they_come(fake: Any, serve_on_socket: Serve) -> None:
+    async with serve_on_socket(fake) as (url, _):
+        head = HEAD % len(BODY)
+        long = head + b"X-Long: " + b"a" * (MAX_HEADER_BYTES - len(head) - 20) + b"\r\n\r\n" + BODY
+        for sizes in ((len(long),), (10, len(long) // 2, len(long))):
+            caller, start = await Caller.to(url), 0
+            for end in sizes:
+                await caller.send(long[start:end])
+                await asyncio.sleep(0.02)
+                start = end
+            assert (await caller.answer())[0] == 200
+            await (await caller.send(WHOLE + long)).answer()
+            assert (await caller.answer())[0] == 200
+            await caller.close()
+
+
+async def test_blank_lines_are_no_request_and_do_not_hold_a_connection(fake: Any, serve_on_socket: Serve) -> None:
+    async with serve_on_socket(fake, receive_seconds=0.3) as (url, _):
+        for before in (b"", WHOLE):
+            caller = await Caller.to(url)
+            if before:
+                assert (await (await caller.send(before)).answer())[0] == 200
+            dripping = asyncio.create_task(caller.drip(b"\r\n" * 400, 0.02))
+            assert await caller.is_closed_by_server()
+            await dripping
+            await caller.close()
+
+
+async def test_offer_to_change_the_protocol_is_declined_and_the_connection_goes_on(
+    fake: Any, serve_on_socket: Serve, score_of: Any
+) -> None:
+    async with serve_on_socket(fake) as (url, _):
+        caller = await Caller.to(url)
+        offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n\r\n"
+        for _ in range(2):
+            await caller.send(b"GET /health HTTP/1.1\r\nHost: x\r\n" + offer)
+            assert (await caller.answer())[:2] == (200, {"status": "ok"})
+        await caller.send(WHOLE)
+        assert (await caller.answer())[1]["rewards"] == [score_of([1, 2])]
+        # The parser takes what follows such an offer for the other protocol: never score a request without its body.
+        await caller.send(HEAD % len(BODY) + offer + BODY)
+        status, answer, closes = await caller.answer()
+        assert (status, closes) == (400, True)
+        assert "Upgrade" in answer["error"]["message"]
         await caller.close()
 
 
