@@ -166,13 +166,47 @@ def test_openrlhf_gets_what_score_gives(
     reward_file.write_text(f"from rm_client import OpenRLHFReward\nreward_func = OpenRLHFReward({url!r})\n")
     pairs = [templated(prompt, answer) for prompt, answer in conversations]
     items = [{"prompt": prompt, "response": response} for prompt, response in pairs]
-    job = {"url": url, "tokenizer": str(checkpoint), "items": items, "reward_file": str(reward_file)}
+    route = f"{url}/get_reward"
+    # With two URLs it sends the second one empty lists.
+    endpoints = {"http": [route], "function": [str(reward_file)], "two": [route, route]}
+    job = {"endpoints": endpoints, "tokenizer": str(checkpoint), "items": items}
     result = run_peer(python, PEERS / "openrlhf_client.py", job=job)
     assert [answer["reward"] for answer in result["http"]] == expected
+    assert [answer["reward"] for answer in result["two"]] == expected
     # its tensors are float32, as the rewards are
     assert [answer["reward"] for answer in result["function"]] == expected
     assert all(0 < answer["score"] < 1 for answer in result["http"] + result["function"])
     assert result["http"][0]["logs"] == ["rm_finished", "rm_reward", "rm_truncated"]
+
+
+NARROW = ("--max-queued-tokens", "512", "--max-queued-items", "1")
+"""Room for one answer: whoever comes beside it has to wait."""
+
+
+@contextmanager
+def restarting(checkpoint: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a server that is not there yet, and what starts it: with room for one answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as running:
+
+        def start() -> None:
+            running.enter_context(reward_server(*exact(checkpoint), *NARROW, port=port))
+
+        yield f"http://127.0.0.1:{port}", start
+
+
+def test_openrlhf_survives_a_restart_and_an_overload(
+    checkpoint: Path, conversations: list[Any], expected: list[float]
+) -> None:
+    """Nobody listens when 64 calls begin (5 tries, 1 s apart); then there is room for one at a time."""
+    python = python_of("BETTERTHAN_OPENRLHF_PYTHON", "openrlhf, aiohttp and httpx")
+    items = [dict(zip(("prompt", "response"), templated(*pair), strict=True)) for pair in conversations]
+    with restarting(checkpoint) as (url, start):
+        job = {"endpoints": {"http": [f"{url}/get_reward"]}, "tokenizer": str(checkpoint), "items": items}
+        result = run_peer(python, PEERS / "openrlhf_client.py", job=job, on_started=start)
+    assert [answer["reward"] for answer in result["http"]] == expected
 
 
 def verl_job(url: str, checkpoint: Path, conversations: list[Any], *ways: str) -> dict[str, Any]:
@@ -189,18 +223,14 @@ def test_verl_gets_what_score_gives(
     assert result == {"vllm": expected, "sglang": expected, "function": expected}
 
 
-def test_verl_survives_a_restart_of_the_server(
+def test_verl_survives_a_restart_and_an_overload(
     checkpoint: Path, conversations: list[Any], expected: list[float]
 ) -> None:
-    """Nobody listens when it posts; then the socket is open and the model is being loaded; then it is answered."""
+    """Nobody listens when it posts; then the model is being loaded; then there is room for one at a time."""
     python = python_of("BETTERTHAN_VERL_PYTHON", "verl, ray, tensordict, hydra-core and httpx")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = verl_job(f"http://127.0.0.1:{port}", checkpoint, conversations[:4], "vllm")
-    with ExitStack() as running:
-        start = lambda: running.enter_context(reward_server(*exact(checkpoint), port=port))  # noqa: E731
-        assert run_peer(python, PEERS / "verl_client.py", job=job, on_started=start) == {"vllm": expected[:4]}
+    with restarting(checkpoint) as (url, start):
+        job = verl_job(url, checkpoint, conversations, "vllm")
+        assert run_peer(python, PEERS / "verl_client.py", job=job, on_started=start) == {"vllm": expected}
 
 
 def test_verls_formulas_are_ours() -> None:
@@ -231,6 +261,26 @@ def test_trl_gets_what_score_gives(url: str, base: Path, checkpoint: Path, conve
     assert len(result["logged"]) == 2
 
 
+def test_trl_survives_a_restart_and_an_overload(base: Path, checkpoint: Path, conversations: list[Any]) -> None:
+    """Nobody listens at the first step; then groups come in answer by answer, for there is room for one."""
+    python = python_of("BETTERTHAN_TRL_PYTHON", "trl and httpx")
+    reward_id = json.loads((checkpoint / "reward_model.json").read_text())["reward_id"]
+    with restarting(checkpoint) as (url, start):
+        job = {"url": url, "policy": str(base), "prompts": [p for p, _ in conversations[::4]], "reward_id": reward_id}
+        result = run_peer(python, PEERS / "trl_client.py", job=job, on_started=start)
+        for seen in result["seen"].values():
+            groups = [
+                {
+                    "prompt": prompt,
+                    "completions": [completion if finished else {"content": completion, "finished": False}],
+                }
+                for prompt, completion, finished, _ in seen
+            ]
+            with RewardClient(url) as client:
+                assert [row[0] for row in client.score_groups(groups).rewards] == [reward for *_, reward in seen]
+            assert len(seen) == 64
+
+
 def test_trl_examples_run(url: str, base: Path, tmp_path: Path) -> None:
     python = python_of("BETTERTHAN_TRL_PYTHON", "trl and httpx")
     quick = ["--quick", "--model", str(base), "--out", str(tmp_path)]
@@ -249,6 +299,7 @@ def test_llama_factory_and_slime_shapes_get_what_score_gives(
     body = {"model": "model", "messages": [prompt + answer for prompt, answer in pairs]}
     response = httpx.post(f"{url}/v1/score/evaluation", json=body, headers={"Content-Type": "application/json"})
     assert json.loads(response.text)["scores"] == expected
+    assert httpx.post(f"{url}/v1/score/evaluation", json={"model": "model", "messages": []}).json()["scores"] == []
 
     def slime(pair: tuple[str, str]) -> float:
         answer = httpx.post(f"{url}/reward", json={"prompt": pair[0], "response": pair[1], "label": ""}, timeout=120)
@@ -259,21 +310,27 @@ def test_llama_factory_and_slime_shapes_get_what_score_gives(
         assert list(pool.map(slime, pairs)) == expected
 
 
+@pytest.mark.parametrize("shape", ["openrlhf", "llama_factory", "slime"])
 def test_a_server_with_room_for_one_answer_keeps_its_callers_waiting(
-    checkpoint: Path, conversations: list[Any], expected: list[float]
+    checkpoint: Path, conversations: list[Any], expected: list[float], shape: str
 ) -> None:
     """64 callers at once, none of whom could try again for long: all are answered, none is turned away."""
-    with reward_server(*exact(checkpoint), "--max-queued-tokens", "512", "--max-queued-items", "1") as url:
+    with reward_server(*exact(checkpoint), *NARROW) as url:
 
-        def openrlhf(pair: tuple[str, str]) -> float:
-            body = {"query": ["".join(pair)], "prompts": [pair[0]], "labels": [""]}
-            answer = httpx.post(f"{url}/get_reward", json=body, timeout=180)
+        def call(pair: tuple[str, str]) -> float:
+            prompt, response = pair
+            route, body = {
+                "openrlhf": ("/get_reward", {"query": [prompt + response], "prompts": [prompt], "labels": [""]}),
+                "llama_factory": ("/v1/score/evaluation", {"model": "model", "messages": [prompt + response]}),
+                "slime": ("/reward", {"prompt": prompt, "response": response, "label": ""}),
+            }[shape]
+            answer = httpx.post(url + route, json=body, timeout=180)
             assert answer.status_code == 200, answer.text
-            return float(answer.json()["rewards"][0])
+            found = answer.json()
+            return float(found if shape == "slime" else found.get("rewards", found.get("scores"))[0])
 
         with ThreadPoolExecutor(64) as pool:
-            rewards = pool.map(openrlhf, [templated(prompt, answer) for prompt, answer in conversations])
-            assert list(rewards) == expected
+            assert list(pool.map(call, [templated(*pair) for pair in conversations])) == expected
 
 
 def test_a_caller_with_few_tries_survives_a_restart(

@@ -1,6 +1,7 @@
 """Run by test_real_clients in OpenRLHF's environment: its own executor fetches a reward for each conversation.
 
-Reads {"url", "tokenizer", "items": [{"prompt", "response"}], "reward_file"} from stdin, writes what the executor stored.
+Reads {"endpoints": {name: [url or file]}, "tokenizer", "items": [{"prompt", "response"}]} from stdin, writes what the
+executor stored, by name.
 """
 
 import asyncio
@@ -33,9 +34,10 @@ async def main() -> None:
         ids = tokenizer(item["response"], add_special_tokens=False)["input_ids"]
         return await executor.execute(item["prompt"], "label", sampling, 4096, tokenizer, Engine(ids))
 
+    print("STARTED", flush=True)
     answers = {}
-    for name, endpoint in (("http", job["url"] + "/get_reward"), ("function", job["reward_file"])):
-        executor = SingleTurnAgentExecutor([endpoint])
+    for name, endpoints in job["endpoints"].items():
+        executor = SingleTurnAgentExecutor(endpoints)
         outputs = await asyncio.gather(*(fetch(executor, item) for item in job["items"]))
         answers[name] = [
             {

@@ -59,6 +59,7 @@ with tempfile.TemporaryDirectory() as folder:
             seed=1,
         ),
     )
+    print("STARTED", flush=True)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
 print("RESULT " + json.dumps({"seen": seen, "logged": logged}))
