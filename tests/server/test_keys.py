@@ -243,6 +243,7 @@ def test_command_makes_a_key_and_its_line(tmp_path: Path) -> None:
     key = made.stderr.split()[-1]
     assert made.stdout == f"{hash_key(key)} trainer-a\n"
     assert len(key) > 40
+    assert len(made.stderr.splitlines()) == 1, "no warning beside the key"
     path = tmp_path / "keys"
     path.write_text(made.stdout)
     assert knows(KeyFile(path), key)
