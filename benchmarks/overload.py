@@ -1,11 +1,12 @@
 """Ten times more work than the server can do: who is answered, who is refused, and how fast.
 
-    python benchmarks/overload.py [CHECKPOINT] [--seconds 60] [--factor 10] [--quick]
+    python benchmarks/overload.py [CHECKPOINT] [--seconds 60] [--factor 10] [--prompt 80] [--answer 48] [--quick]
 
 First the unloaded maximum: a closed loop of 64 connections. Then an open loop sends ``factor`` times as many tokens a
 second, in requests of mixed sizes with a deadline, and beside them requests that can never fit. Counted are the answers
 in time, the refusals and when they came, and the useful throughput (tokens of answers that came in time, each prompt
 counted once) as a share of the unloaded maximum: the mean of before and after, for a machine that changes its speed.
+Short texts are the hard case: a refusal costs the same whatever it refuses.
 Invariant: the exit status is 1 if a request hangs, an accepted one is answered late, in part, or ``deadline_exceeded``,
 one that can never fit waits 50 ms at p99, or the useful throughput falls below 90 % of the maximum.
 """
@@ -38,7 +39,6 @@ from transformers import AutoTokenizer
 
 CONNECTIONS = 64
 SIZES = (1, 1, 1, 2, 4, 8, 32)
-ANSWER_TOKENS, PROMPT_TOKENS = 48, 80
 GRACE_SECONDS = 1.0
 IMPOSSIBLE_ITEMS = 40_000
 
@@ -58,21 +58,26 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-def draw(texts: FreshTexts) -> dict[str, Any]:
-    """A group of mixed size; no text comes twice."""
-    size = texts.random.choice(SIZES)
-    return {
-        "prompt": texts.text(PROMPT_TOKENS),
-        "completions": [texts.text(ANSWER_TOKENS - 1) for _ in range(size)],
-    }
+@dataclass(frozen=True)
+class Work:
+    """Groups of mixed size; no text comes twice."""
+
+    texts: FreshTexts
+    prompt: int
+    answer: int
+    """Tokens of a prompt and of an answer."""
+
+    def draw(self) -> dict[str, Any]:
+        size = self.texts.random.choice(SIZES)
+        completions = [self.texts.text(self.answer - 1) for _ in range(size)]
+        return {"prompt": self.texts.text(self.prompt), "completions": completions}
+
+    def tokens_of(self, num_answers: int) -> int:
+        """The prompt counted once: under overload more small groups get in, which share less."""
+        return self.prompt + num_answers * self.answer
 
 
-def tokens_of(num_answers: int) -> int:
-    """Work of a group, the prompt counted once: under overload more small ones get in, which share less."""
-    return PROMPT_TOKENS + num_answers * ANSWER_TOKENS
-
-
-async def measure_maximum(server: Server, texts: FreshTexts, seconds: float) -> float:
+async def measure_maximum(server: Server, work: Work, seconds: float) -> float:
     """Tokens a second of a closed loop that keeps the server busy."""
     done = 0
     async with new_client(server) as client:
@@ -81,10 +86,10 @@ async def measure_maximum(server: Server, texts: FreshTexts, seconds: float) -> 
         async def connection() -> None:
             nonlocal done
             while time.perf_counter() < end:
-                body = draw(texts)
+                body = work.draw()
                 await processes.post_json(client, "/score", body)
                 if time.perf_counter() < end:
-                    done += tokens_of(len(body["completions"]))
+                    done += work.tokens_of(len(body["completions"]))
 
         await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
     return done / seconds
@@ -103,7 +108,9 @@ def list_impossible(server: Server) -> list[tuple[bytes, int]]:
     ]
 
 
-async def overload(server: Server, bodies: Sequence[tuple[bytes, int]], seconds: float, deadline: float) -> Tally:
+async def overload(
+    server: Server, work: Work, bodies: Sequence[tuple[bytes, int]], seconds: float, deadline: float
+) -> Tally:
     """Send these bodies, evenly over the time, whatever comes back."""
     tally = Tally()
     answers: Queue[Any] = Queue()
@@ -125,7 +132,7 @@ async def overload(server: Server, bodies: Sequence[tuple[bytes, int]], seconds:
             tally.kinds["answered" if scored == size else "answered in part"] += 1
             tally.broken += scored != size
             if start + took < begin + seconds:
-                tally.useful_tokens += tokens_of(scored) if scored else 0
+                tally.useful_tokens += work.tokens_of(scored) if scored else 0
             if took > deadline + GRACE_SECONDS:
                 tally.late.append(took)
             return
@@ -217,33 +224,36 @@ def main() -> None:
         parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the bundled model with a fixed head")
         parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts")
         parser.add_argument("--factor", type=float, default=10.0, help="offered work, in unloaded maxima")
+        parser.add_argument("--prompt", type=int, default=80, help="tokens of a prompt")
+        parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
         parser.add_argument("--deadline", type=float, default=10.0, help="seconds a caller waits")
 
     arguments = common.parse_arguments(__doc__ or "", add)
     seconds = 10.0 if arguments.quick else arguments.seconds
     model = fixtures.prepare_model(arguments.checkpoint)
     texts = FreshTexts(AutoTokenizer.from_pretrained(model), arguments.seed)
+    work = Work(texts, arguments.prompt, arguments.answer)
     server = processes.our_server(model, arguments.threads, "auto")
     with processes.running(server), processes.awake(server):
-        asyncio.run(measure_maximum(server, texts, seconds / 4))  # warm, and the server learns its rate
-        maximum = asyncio.run(measure_maximum(server, texts, seconds / 2))
+        asyncio.run(measure_maximum(server, work, seconds / 4))  # warm, and the server learns its rate
+        maximum = asyncio.run(measure_maximum(server, work, seconds / 2))
         common.say(f"unloaded maximum: {maximum:.0f} tokens/s")
         rate = arguments.factor * maximum
         bodies = []
         tokens = 0.0
         while tokens < rate * seconds:
-            body = draw(texts)
-            tokens += tokens_of(len(body["completions"]))
+            body = work.draw()
+            tokens += work.tokens_of(len(body["completions"]))
             content = json.dumps(body | {"deadline_ms": arguments.deadline * 1000}).encode()
             bodies.append((content, len(body["completions"])))
-        tally = asyncio.run(overload(server, bodies, seconds, arguments.deadline))
-        after = asyncio.run(measure_maximum(server, texts, seconds / 2))
+        tally = asyncio.run(overload(server, work, bodies, seconds, arguments.deadline))
+        after = asyncio.run(measure_maximum(server, work, seconds / 2))
     useful = tally.useful_tokens / seconds
     ratio = useful / statistics.mean((maximum, after))
     p99 = statistics.quantiles(tally.never_fits, n=100, method="inclusive")[98]
     failed = bool(tally.wrong or tally.late or tally.broken or ratio < 0.9 or p99 > 0.05)
     result = {
-        "workload": f"overload x{arguments.factor:g} for {seconds:g} s",
+        "workload": f"overload x{arguments.factor:g} for {seconds:g} s, {work.prompt} + {work.answer} tokens",
         "maximum_tokens_per_second": round(maximum),
         "useful_tokens_per_second": round(useful),
         "useful_ratio": round(ratio, 3),
