@@ -90,15 +90,14 @@ def bounded_protocol(
 
         def data_received(self, data: bytes) -> None:
             while data and not self.transport.is_closing() and not self._is_refused:
-                length = len(data) if self._owed == "body" else MAX_HEADER_BYTES
-                piece, data = data[:length], data[length:]
+                piece, data = data[:MAX_HEADER_BYTES], data[MAX_HEADER_BYTES:]
                 super().data_received(piece)
-                if self._owed == "head":
-                    # A header is counted when it is whole, which one without an end never is. The first piece may
-                    # have begun with something else.
-                    self._pieces_bytes += len(piece)
-                    if self._pieces_bytes > 2 * MAX_HEADER_BYTES and not self.transport.is_closing():
-                        self.send_400_response("")
+                # A header, or what comes behind a chunked body, is counted when it is whole, which one without an end
+                # never is. The first piece may have begun with something else.
+                self._pieces_bytes += len(piece)
+                is_endless = self._owed != "nothing" and self._pieces_bytes > 2 * MAX_HEADER_BYTES
+                if is_endless and not self.transport.is_closing():
+                    self.send_400_response("")
             self._watch()
 
         def on_message_begin(self) -> None:
@@ -111,7 +110,8 @@ def bounded_protocol(
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._count_head(name, value)
-            super().on_header(name, value)
+            if self._owed == "head":  # what comes behind a chunked body is no header, and was not seen by a proxy
+                super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
@@ -121,6 +121,10 @@ def bounded_protocol(
                 raise ValueError("the parser would take the body for the other protocol")
             super().on_headers_complete()
             self._owed = "body"
+
+        def on_body(self, body: bytes) -> None:
+            self._pieces_bytes = 0
+            super().on_body(body)
 
         def on_message_complete(self) -> None:
             super().on_message_complete()

@@ -239,6 +239,26 @@ async def test_headers_up_to_the_limit_are_read_however_they_come(fake: Any, ser
             await caller.close()
 
 
+async def test_what_comes_behind_a_body_is_no_header(fake: Any, serve_on_socket: Serve) -> None:
+    async with serve_on_socket(fake) as (url, _):
+        caller = await Caller.to(url)
+        head = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"\r\n"
+        chunks = b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
+        for trailer in (b"", b"X-Request-ID: canary\r\n", b"Content-Encoding: gzip\r\n"):
+            await caller.send(head + chunks + trailer + b"\r\n")
+            status, answer, _ = await caller.answer()
+            assert status == 200, answer
+            assert "canary" not in json.dumps(answer)
+        for end in (b"", b"\r\n\r\n"):
+            await caller.send(head + chunks + b"X: " + b"a" * 4 * MAX_HEADER_BYTES + end)
+            status, _, closes = await caller.answer()
+            assert status in (0, 400)
+            assert closes
+            await caller.close()
+            caller = await Caller.to(url)
+        await caller.close()
+
+
 async def test_blank_lines_are_no_request_and_do_not_hold_a_connection(fake: Any, serve_on_socket: Serve) -> None:
     async with serve_on_socket(fake, receive_seconds=0.3) as (url, _):
         for before in (b"", WHOLE):
