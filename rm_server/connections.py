@@ -16,7 +16,8 @@ from typing import Literal
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rm_server.errors import MalformedBodyError, OverloadedError, ServerError
 from rm_server.settings import ServerSettings, SettingsError
@@ -73,6 +74,8 @@ def bounded_protocol(
         _timed: tuple[object, object] = (None, None)
         _write_timer: asyncio.TimerHandle | None = None
         _is_refused = False
+        _answering: RequestResponseCycle | None = None
+        """The request that the application was given last; ``cycle`` is the one that came last, maybe behind it."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -86,6 +89,7 @@ def bounded_protocol(
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
             self.resume_writing()
+            self._give_up()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -135,6 +139,10 @@ def bounded_protocol(
             if self._head_bytes > MAX_HEADER_BYTES:
                 raise ValueError("headers too long")
 
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+            self._answering = cycle
+            super()._start_asgi_task(cycle, app)
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._watch()
@@ -146,7 +154,7 @@ def bounded_protocol(
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._write_timer = self.loop.call_later(receive_seconds, self.transport.abort)
+            self._write_timer = self.loop.call_later(receive_seconds, self._abort)
 
         def resume_writing(self) -> None:
             if self._write_timer is not None:
@@ -155,8 +163,9 @@ def bounded_protocol(
                 super().resume_writing()
 
         def send_400_response(self, msg: str) -> None:
-            if self._is_busy() and (self.cycle.response_started or self._owed != "body"):
-                self.transport.abort()  # the next answer that this caller expects is that of an earlier request
+            is_about_this = self._answering is self.cycle and self._owed == "body"
+            if self._is_busy() and not (is_about_this and not self.cycle.response_started):
+                self._abort()  # the next answer that this caller expects is that of an earlier request
                 return
             self._refuse(
                 "400 Bad Request",
@@ -178,11 +187,21 @@ def bounded_protocol(
             elif self._timed != (owed, self.cycle):
                 self._stop()
                 slack = BODY_SLACK_SECONDS if owed == "body" else 0.0
-                self._timer = self.loop.call_later(receive_seconds + slack, self.transport.abort)
+                self._timer = self.loop.call_later(receive_seconds + slack, self._abort)
                 self._timed = (owed, self.cycle)
 
         def _is_busy(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
+            return self._answering is not None and not self._answering.response_complete
+
+        def _give_up(self) -> None:
+            """Tell the application that nobody is there; what it still writes is dropped."""
+            if self._answering is not None and not self._answering.response_complete:
+                self._answering.disconnected = True
+                self._answering.message_event.set()
+
+        def _abort(self) -> None:
+            self._give_up()
+            self.transport.abort()
 
         def _stop(self) -> None:
             if self._timer is not None:
@@ -199,9 +218,7 @@ def bounded_protocol(
         def _refuse(self, status: str, error: ServerError) -> None:
             """Answer without the application, in its form, and close."""
             on_refusal(error)
-            if self._is_busy():
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+            self._give_up()
             request_id = uuid.uuid4().hex
             body = error.body()
             body["error"]["request_id"] = request_id
@@ -221,7 +238,7 @@ def bounded_protocol(
                 # is still sent is read and dropped.
                 self._is_refused = True
                 self.transport.write_eof()
-                self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
+                self.loop.call_later(GOODBYE_SECONDS, self._abort)
             else:
                 self.transport.close()
 

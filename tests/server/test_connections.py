@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -197,15 +198,60 @@ async def test_what_follows_a_request_is_never_taken_for_its_answer(
 ) -> None:
     async with serve_on_socket(fake) as (url, _):
         fake.hold()
-        caller = await (await Caller.to(url)).send(WHOLE)
-        await fake.until_entered()
-        await caller.send(b"this is no HTTP\r\n\r\n")
-        await asyncio.sleep(0.05)
-        fake.gate.set()
-        status, answer, closes = await caller.answer()
-        assert closes
-        assert status == 0 or answer["rewards"] == [score_of([1, 2])], "a 400 would be read as this request's answer"
-        await caller.close()
+        chunked = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"\r\nno number\r\n"
+        for wrong in (b"this is no HTTP\r\n\r\n", chunked):
+            caller = await (await Caller.to(url)).send(WHOLE)
+            await fake.until_entered()
+            await caller.send(wrong)
+            await asyncio.sleep(0.05)
+            fake.gate.set()
+            status, answer, closes = await caller.answer()
+            assert closes
+            assert status == 0 or answer["rewards"] == [score_of([1, 2])], "a 400 would be taken for this answer"
+            await caller.close()
+
+
+def mutated(random: Random) -> bytes:
+    """Some requests on one connection, mostly damaged."""
+    chunked = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"\r\n"
+    whole = [
+        WHOLE,
+        chunked + b"%x\r\n%s\r\n0\r\nX-Trailer: 1\r\n\r\n" % (len(BODY), BODY),
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    ]
+    data = bytearray(b"".join(random.choices(whole, k=random.randint(1, 4))))
+    for _ in range(random.choice((0, 1, 2, 5))):
+        place, noise = random.randrange(len(data)), random.randbytes(random.randint(0, 8))
+        data[place : place + random.randint(0, 8)] = noise
+    return bytes(data)
+
+
+async def test_damaged_requests_leave_the_server_at_work_and_its_log_without_errors(
+    fake: Any, serve_on_socket: Serve, caplog: pytest.LogCaptureFixture, sample: Any
+) -> None:
+    caplog.set_level(logging.ERROR)
+    random = Random(0)
+    async with serve_on_socket(fake, receive_seconds=0.5) as (url, server):
+
+        async def damage() -> None:
+            data, caller, start = mutated(random), await Caller.to(url), 0
+            with contextlib.suppress(ConnectionError):
+                while start < len(data):
+                    end = random.randint(start + 1, len(data))
+                    await caller.send(data[start:end])
+                    await asyncio.sleep(random.choice((0, 0.001)))
+                    start = end
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(caller.answer(), 0.05)
+            await caller.close()
+
+        for _ in range(20):
+            await asyncio.gather(*(damage() for _ in range(20)))
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.post("/score", content=BODY)).status_code == 200
+        assert sample(server.service, "rm_requests_refused_total", reason="internal") in (None, 0)
+    assert not [record for record in caplog.records if record.name != "asyncio"]
 
 
 async def test_half_a_pipelined_request_waits_for_the_first_and_is_then_timed(
