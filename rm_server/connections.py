@@ -16,7 +16,6 @@ from typing import Literal
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rm_server.errors import MalformedBodyError, OverloadedError, ServerError
@@ -125,6 +124,8 @@ def bounded_protocol(
                 raise ValueError("the parser would take the body for the other protocol")
             super().on_headers_complete()
             self._owed = "body"
+            if not self.pipeline:
+                self._answering = self.cycle
 
         def on_body(self, body: bytes) -> None:
             self._pieces_bytes = 0
@@ -139,11 +140,9 @@ def bounded_protocol(
             if self._head_bytes > MAX_HEADER_BYTES:
                 raise ValueError("headers too long")
 
-        def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-            self._answering = cycle
-            super()._start_asgi_task(cycle, app)
-
         def on_response_complete(self) -> None:
+            if self.pipeline:
+                self._answering = self.pipeline[-1][0]
             super().on_response_complete()
             self._watch()
             self._do_not_wait_for_goodbye()
