@@ -227,7 +227,7 @@ async def test_markup_and_a_line_of_100_kilobytes_stay_text(model: Any, serve_on
         await page.wait_for_selector("#heat-2")
         assert await page.locator("#heat-2").inner_text() == "x" * 510 + "<|im_end|>", "510 after the BOS"
         assert "cut from the left" in await page.inner_text("#rewards")
-        assert "no longer holds it" in await page.inner_text("form >> nth=1")
+        await page.wait_for_selector("form >> nth=1 >> text=no longer holds it")
         assert await page.evaluate("window.hacked") is None
         assert await page.locator("main img, main script").count() == 0
         assert await page.evaluate("document.documentElement.scrollWidth") <= 1280
