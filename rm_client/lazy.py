@@ -30,11 +30,8 @@ class LazyClient:
         client: AsyncRewardClient = self._get(AsyncRewardClient)
         return client
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_url": self._url, "_settings": self._settings}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_url"], state["_settings"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._url, self._settings)
 
     def _get(self, kind: type) -> Any:
         with self._lock:

@@ -104,7 +104,7 @@ def tree_attention(
     repeats = query_1QND.shape[1] // key_1KND.shape[1]
     if torch.is_grad_enabled() and (query_1QND.requires_grad or key_1KND.requires_grad or value_1KND.requires_grad):
         assert not plan.prefixes, "this is a bug: training has no cached prefix"
-        output: torch.Tensor = _MergedAttention.apply(query_1QND, key_1KND, value_1KND, plan.segments, repeats, scaling)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _MergedAttention.apply(query_1QND, key_1KND, value_1KND, plan.segments, repeats, scaling)
         return output
     output, normaliser = _merged_forward(query_1QND, key_1KND, value_1KND, plan.segments, repeats, scaling)
     for prefix in plan.prefixes:

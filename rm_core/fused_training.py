@@ -48,13 +48,13 @@ class FusedTrainer:
         residual, attention = self._decoder.begin(ids, positions, plan)
         delta = None
         for index, layer in enumerate(self._decoder.layers):
-            residual, hidden = _AddNorm.apply(residual, delta, layer.norm, layer.eps, library)  # type: ignore[no-untyped-call]
+            residual, hidden = _AddNorm.apply(residual, delta, layer.norm, layer.eps, library)
             qkv = _project(hidden, layer.qkv)
-            attended = _Attention.apply(qkv, attention, layer, index)  # type: ignore[no-untyped-call]
+            attended = _Attention.apply(qkv, attention, layer, index)
             if index == len(self._decoder.layers) - 1:
                 attended, residual = attended[rows], residual[rows]
             delta = _project(attended, layer.out)
-            residual, hidden = _AddNorm.apply(residual, delta, layer.mlp_norm, layer.eps, library)  # type: ignore[no-untyped-call]
+            residual, hidden = _AddNorm.apply(residual, delta, layer.mlp_norm, layer.eps, library)
             gate_up = _project(hidden, layer.gate_up)
             delta = _project(gate_up, layer.down, library)
         assert delta is not None, "this is a bug: a model without layers"
@@ -64,7 +64,7 @@ class FusedTrainer:
 def _project(x: torch.Tensor, projection: Projection, library: ctypes.CDLL | None = None) -> torch.Tensor:
     """bf16 [N, in] to [N, out], adapter included; with a ``library``, bf16 [N, 2 in] is activated first."""
     adapter = projection.adapter() or (None, None)
-    out: torch.Tensor = _Product.apply(x, projection, *adapter, library)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Product.apply(x, projection, *adapter, library)
     return out
 
 

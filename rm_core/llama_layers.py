@@ -57,7 +57,7 @@ class Projection:
             self.weight.new_zeros((out, 0), dtype=torch.float32) if lora is None else lora.b.weight * lora.scaling
             for out, lora in self.parts
         ]
-        block_diagonal: torch.Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        block_diagonal: torch.Tensor = torch.block_diag(*blocks)
         return torch.cat([lora.a.weight for lora in adapters]), block_diagonal
 
 

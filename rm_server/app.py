@@ -171,7 +171,7 @@ def create_app(
         service.update_gauges()
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # how FastAPI documents it
     return app
 
 

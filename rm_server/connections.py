@@ -11,7 +11,7 @@ import ssl
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 import uvicorn
@@ -76,7 +76,7 @@ def bounded_protocol(
         _answering: RequestResponseCycle | None = None
         """The request that the application was given last; ``cycle`` is the one that came last, maybe behind it."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > max_connections:
                 self._refuse(

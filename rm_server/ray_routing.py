@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from rm_server.ray_prefix import rank_replicas, replicas_for
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc]
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Routes a call with ``prefix_key=…`` to its prompt's replica, others to the least loaded one."""
 
     async def choose_replicas(

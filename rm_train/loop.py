@@ -230,7 +230,7 @@ def _forward_backward(
                 losses = pair_losses(chosen, rejected, items, config.loss)
             # DDP averages over processes, the step's mean is a sum over them.
             loss = trained.sum() * (0.0 if idle else accelerator.num_processes / num_pairs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         if not idle:
             difference = (chosen - rejected).detach().double()
             even = torch.tensor([item.pair.label == 0.5 for item in items], device=difference.device)

@@ -1,4 +1,4 @@
-"""Requests leave nothing to the garbage collector, which a server at work therefore runs once a minute."""
+"""Requests leave nothing to the garbage collector, which therefore runs while the server is idle."""
 
 import asyncio
 import gc
