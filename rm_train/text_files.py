@@ -84,7 +84,7 @@ def _json_lines(path: Path, file: IO[bytes], on_error: ErrorHandler) -> Iterator
         try:
             text = _decode_line(path, number, data)
             try:
-                value = json.loads(text)
+                value = json.loads(text.rstrip("\r\n"))  # a line cut short breaks off in its own last column
             except (ValueError, RecursionError) as error:
                 raise DataError(where, f"is not valid JSON: {_json_problem(error)}") from None
             row = _as_row(where, value)

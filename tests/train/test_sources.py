@@ -113,7 +113,7 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "place", "problem"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', 2, "is not valid JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \r\n', 2, "is not valid JSON: Expecting value at column 7"),
         ("a.jsonl", b'{"a": 1}\n\n[1]\n', 3, "must be an object with named fields, not a list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', 2, "byte 8 of the line is not valid UTF-8"),
         ("a.jsonl", b'"' + b"[" * 3 + b"\n", 1, "is not valid JSON"),
