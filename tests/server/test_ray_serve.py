@@ -60,9 +60,9 @@ def pairs(path: Path, number: int) -> list[Item]:
     return items[:number]
 
 
-def score_each(url: str, items: list[Item], **options: Any) -> list[ScoreResult]:
+def score_each(url: str, items: list[Item], *, num_threads: int = NUM_THREADS, **options: Any) -> list[ScoreResult]:
     """One request for each answer, as many trainers send them."""
-    with RewardClient(url, **options) as client, ThreadPoolExecutor(NUM_THREADS) as pool:
+    with RewardClient(url, **options) as client, ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(lambda item: client.score(item[0], [item[1]]), items))
 
 
@@ -249,14 +249,15 @@ def test_prefix_routing_computes_fewer_tokens_than_round_robin(ray: Cluster, che
         checkpoints[0], name="robin", route_prefix="/robin", scorer={"request_router_config": ROUND_ROBIN}
     )
     rows = pairs(ROOT / "data" / "demo_train.jsonl", 400)
-    prompts = [" ".join(answer for _, answer in rows[start : start + 12]) for start in range(0, 192, 12)]
+    prompts = [" ".join(answer for _, answer in rows[start : start + 12]) for start in range(0, 180, 12)]
     answers = [answer for _, answer in rows[200:208]]
-    # each round brings one answer to every prompt, so a prompt comes again when the others were there
+    # Each round brings one answer to every prompt, one after the other. The number of prompts is odd, so taking turns
+    # brings a prompt to the other replica in the next round.
     items = [(prompt, answer) for answer in answers for prompt in prompts]
     ray.deploy(first, other)
     saved = {}
     for name, url in (("prefix", ray.url), ("round robin", f"{ray.url}/robin")):
-        usage = [result.usage for result in score_each(url, items)]
+        usage = [result.usage for result in score_each(url, items, num_threads=1)]
         saved[name] = 1 - sum(used.computed_tokens for used in usage) / sum(used.tokens for used in usage)
     ray.deploy(first)
     print({name: round(share, 3) for name, share in saved.items()})
