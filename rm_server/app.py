@@ -23,6 +23,7 @@ from rm_server.edge import (
     BodyReader,
     ClientLeftError,
     ErrorBoundary,
+    PlainRoute,
     decode_json,
     error_body,
     error_response,
@@ -103,7 +104,6 @@ def create_app(
     bodies = BodyReader(settings.max_body_bytes, settings.max_waiting_bytes, settings.receive_seconds)
     open_paths = [*_OPEN_PATHS, *([] if settings.metrics_need_key else ["/metrics"])]
     if settings.ui:
-        app.include_router(ui_router(service, needs_key=keys.api is not None))
         open_paths += ui_paths()
     # The last one added is the first one a request meets.
     app.add_middleware(
@@ -130,8 +130,6 @@ def create_app(
     async def nobody_there(request: Request, error: ClientLeftError) -> Response:
         return Response(status_code=499)
 
-    @app.post("/score", response_model=ScoreResponse, responses=_REFUSALS, openapi_extra=_BODY)
-    @app.post("/v1/score", response_model=ScoreResponse, responses=_REFUSALS, openapi_extra=_BODY)
     async def score(request: Request) -> Response:
         """Score answers: exactly one of `prompt` + `completions`, `groups`, `texts`, `conversations`, `input_ids`."""
         arrival = service.clock()
@@ -145,8 +143,21 @@ def create_app(
         service.metrics.request_seconds.labels(route=request.url.path).observe(service.clock() - arrival)
         return json_response(answer)
 
+    # Before all others: routes are tried in this order.
+    for path in ("/score", "/v1/score"):
+        app.router.add_api_route(
+            path,
+            score,
+            methods=["POST"],
+            response_model=ScoreResponse,
+            responses=_REFUSALS,
+            openapi_extra=_BODY,
+            route_class_override=PlainRoute,
+        )
     app.include_router(protocol_router(service, bodies, _REFUSALS))
     app.include_router(admin_router(switch, bodies, _REFUSALS | {403: _FORBIDDEN}))
+    if settings.ui:
+        app.include_router(ui_router(service, needs_key=keys.api is not None))
 
     @app.get("/health")
     async def health() -> dict[str, str]:

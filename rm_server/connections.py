@@ -8,7 +8,6 @@ import asyncio
 import logging
 import resource
 import ssl
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rm_server.errors import MalformedBodyError, OverloadedError, ServerError
+from rm_server.logs import new_request_id
 from rm_server.settings import ServerSettings, SettingsError
 
 logger = logging.getLogger("rm_server")
@@ -218,7 +218,7 @@ def bounded_protocol(
             """Answer without the application, in its form, and close."""
             on_refusal(error)
             self._give_up()
-            request_id = uuid.uuid4().hex
+            request_id = new_request_id()
             body = error.body()
             body["error"]["request_id"] = request_id
             content = orjson.dumps(body)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -86,6 +87,16 @@ class BodyReader:
             raise TooLargeError(f"the body of {size} bytes or more is over the limit of {self._max_body_bytes} bytes")
         if self.held_bytes + (0 if already_held else size) > self._max_waiting_bytes:
             raise OverloadedError(f"the requests being held are at their limit of {self._max_waiting_bytes} bytes", 5)
+
+
+class PlainRoute(APIRoute):
+    """A route whose handler takes the request and returns the response: documented by FastAPI, called without it.
+
+    FastAPI would look for parameters to fill and results to convert at each request, and find none.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
 
 
 def decode_json(body: bytes) -> Any:

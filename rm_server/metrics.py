@@ -1,5 +1,7 @@
 """What the server measures, for Prometheus. Names carry their unit; every name is listed in docs/serving.md."""
 
+from collections import Counter as Tally
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from rm_server.errors import NonFiniteRewardError, ServerError
@@ -102,9 +104,9 @@ class Metrics:
             if reward is not None:
                 self.items_scored.inc()
                 self.reward.observe(reward)
-        for error in request.errors.values():
-            self.items_failed.labels(reason=error.type).inc()
-            self.items_non_finite.inc(isinstance(error, NonFiniteRewardError))
+        for reason, count in Tally(error.type for error in request.errors.values()).items():
+            self.items_failed.labels(reason=reason).inc(count)
+            self.items_non_finite.inc(count if reason == NonFiniteRewardError.type else 0)
         self.items_truncated.inc(sum(request.truncated))
         self.items_over_training_length.inc(len(request.over_training_length))
 

@@ -8,12 +8,12 @@ import math
 import struct
 import sys
 import time
-import uuid
 from dataclasses import replace
 from typing import Any
 
 from rm_server.errors import InvalidRequestError
 from rm_server.inputs import ItemInput
+from rm_server.logs import new_request_id
 from rm_server.protocol_call import Call, Outcome
 from rm_server.protocol_schema import (
     OpenRLHFRequest,
@@ -120,7 +120,7 @@ async def llama_factory(call: Call, data: Any) -> dict[str, Any]:
     inputs = call.policy_texts(request.messages, "messages")
     outcome = await call.score(inputs, cut_to=request.max_length, deadline_ms=LLAMA_FACTORY_DEADLINE_MS)
     return {
-        "id": f"scoreval-{uuid.uuid4().hex}",
+        "id": f"scoreval-{new_request_id()}",
         "object": "score.evaluation",
         "model": request.model or outcome.model.name,
         "scores": outcome.rewards,
@@ -172,7 +172,7 @@ async def sglang_classify(call: Call, request: SGLangClassifyRequest) -> Any:
     if len(names) != len(inputs):
         raise InvalidRequestError(f"rid: {len(names)} names for {len(inputs)} items")
     answers = [
-        {"embedding": [reward], "meta_info": {"id": name or uuid.uuid4().hex, "truncated": truncated}}
+        {"embedding": [reward], "meta_info": {"id": name or new_request_id(), "truncated": truncated}}
         for reward, truncated, name in zip(outcome.rewards, outcome.truncated, names, strict=True)
     ]
     return answers[0] if is_single else answers
@@ -206,7 +206,7 @@ def _openai_list(
     kind: str, request: VllmClassifyRequest, outcome: Outcome, data: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "id": f"{kind}-{request.request_id or uuid.uuid4().hex}",
+        "id": f"{kind}-{request.request_id or new_request_id()}",
         "object": "list",
         "created": int(time.time()),
         "model": request.model or outcome.model.name,

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from rm_server.edge import BodyReader, decode_json, json_response, until_client_leaves
+from rm_server.edge import BodyReader, PlainRoute, decode_json, json_response, until_client_leaves
 from rm_server.errors import NonFiniteRewardError, ServerError, VerifierFailedError
 from rm_server.protocol_call import Call
 from rm_server.protocol_forms import classify_either, embed, llama_factory, openrlhf, reward_url
@@ -46,7 +46,7 @@ def protocol_router(
     service: ScoringService, bodies: BodyReader, refusals: dict[int | str, dict[str, Any]]
 ) -> APIRouter:
     """The routes. ``refusals`` describes the answers that are not a success, for the schema."""
-    router = APIRouter(tags=["other trainers' protocols"], responses=refusals)
+    router = APIRouter(tags=["other trainers' protocols"], responses=refusals, route_class=PlainRoute)
 
     async def serve(request: Request, translate: Translate) -> Response:
         arrival = service.clock()

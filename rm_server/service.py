@@ -319,7 +319,8 @@ class ScoringService:
             )
             if self.rewards is None or self.rewards.recipe.model_part is not None:
                 await self._intake.feed(engine, request, inputs, options, deadline, settled)
-                await asyncio.wait({settled}, timeout=max(deadline - self.clock(), 0))
+                if not settled.done():  # as after a refusal, of which there may be hundreds a second
+                    await asyncio.wait({settled}, timeout=max(deadline - self.clock(), 0))
             else:
                 self.metrics.requests_admitted.inc()
             request.settle_rest(DeadlineExceededError("was not scored before the deadline"))
