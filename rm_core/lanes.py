@@ -24,7 +24,7 @@ from rm_core.tree import shared_length
 TOKENS_OF_LANE = 2048
 """A lane gets at least this much of the budget: smaller passes read the weights too often."""
 _TOGETHER = 0.85
-"""What all threads in one pass do of what they do in lanes (measured: 0.80 to 0.88)."""
+"""What all threads in one pass do of what they do in lanes, beside a server's other threads (alone, nearly as much)."""
 TOKENS_TO_SPLIT = 2048
 """A group whose answers are less is not worth a pass for its beginning alone."""
 _AGAIN = 0.1
@@ -114,8 +114,9 @@ def _beginning(
     shared = shared_length(distinct[0], distinct[-1])
     length = usable_length(shared, distinct[0])
     again = (shared - length) * (len(distinct) - 1)
-    is_known = cache is not None and cache.known_length(distinct[0]) > 0
-    if is_known or not length or tokens - shared < TOKENS_TO_SPLIT or again > _AGAIN * (tokens - shared):
+    if cache is not None and (cache.known_length(distinct[0]) or not cache.has_room_for(length)):
+        return None
+    if not length or tokens - shared < TOKENS_TO_SPLIT or again > _AGAIN * (tokens - shared):
         return None
     return distinct[0][:length]
 

@@ -38,6 +38,7 @@ class PrefixCache:
         self.num_bytes = 0
         self.num_evicted = 0
         """Entries dropped so far to make room for others."""
+        self._bytes_of_token = 0.0
         self._entries: OrderedDict[Key, CachedPrefix] = OrderedDict()
         self._sorted: list[Key] = []
         self._lock = Lock()
@@ -57,6 +58,10 @@ class PrefixCache:
                 return None
             self._entries.move_to_end(best)
             return self._entries[best], length
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether so long an entry would be kept; True before the first, which tells what a token takes."""
+        return num_tokens * self._bytes_of_token <= self.max_bytes
 
     def known_length(self, ids: Key) -> int:
         """The length that ``find`` would give, without counting as a use; 0 where nothing is known."""
@@ -78,6 +83,7 @@ class PrefixCache:
         """Keep an entry, dropping the least recently used ones for it; one that exceeds the budget is not kept."""
         size = entry.num_bytes
         with self._lock:
+            self._bytes_of_token = size / len(entry.ids)
             if size > self.max_bytes or entry.ids in self._entries:
                 return
             while self.num_bytes + size > self.max_bytes:

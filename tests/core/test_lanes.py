@@ -107,6 +107,19 @@ def test_no_answer_is_kept_where_there_is_no_cache(model, monkeypatch):
     assert [len(cache) for cache in made] == [1], "the prompt alone"
 
 
+def test_a_prompt_that_the_cache_has_no_room_for_is_computed_once(model, threads_used, monkeypatch):
+    monkeypatch.setattr(lanes, "TOKENS_TO_SPLIT", 50)
+    cache = PrefixCache(10**8)
+    model.score_batch(groups(9, count=1, size=2, prompt=32), max_tokens=2000, cache=cache)
+    cache.max_bytes = cache.num_bytes  # that of about 32 tokens
+    threads_used.clear()
+    sequences = groups(10, count=1, size=8, prompt=64)
+    found = model.score_batch(sequences, max_tokens=2000, cache=cache)
+    assert [(name, count) for name, _, count in threads_used] == [("MainThread", 8)]
+    assert found.computed_tokens.sum() == 64 + 8 * 12
+    assert found.cached_tokens == 0
+
+
 def test_siblings_under_a_cached_prompt_go_to_different_lanes(model, threads_used):
     sequences = groups(2, count=1, size=8, prompt=64)
     cache = PrefixCache(10**8)
