@@ -199,12 +199,21 @@ def run_trl(folder: Path, base: Path, train: Sequence[Pair], held_out: Sequence[
     return Run(answer["steps"], peak, seconds, answer.get("eval_rewards", []))
 
 
+def wins_of(rewards: Sequence[float]) -> list[float]:
+    """For each pair 1 where the chosen answer has the higher reward; a tie is half."""
+    return [(c > r) + (c == r) / 2 for c, r in zip(rewards[::2], rewards[1::2], strict=True)]
+
+
 def accuracy(rewards: Sequence[float]) -> float | None:
-    """Share of pairs whose chosen answer has the higher reward; a tie is half."""
-    if not rewards:
-        return None
-    wins = [(c > r) + (c == r) / 2 for c, r in zip(rewards[::2], rewards[1::2], strict=True)]
-    return round(sum(wins) / len(wins), 4)
+    """Share of pairs whose chosen answer has the higher reward."""
+    wins = wins_of(rewards)
+    return round(sum(wins) / len(wins), 4) if wins else None
+
+
+def compare_pairs(ours: Sequence[float], trl: Sequence[float]) -> dict[str, int]:
+    """How many held-out pairs one side gets right and the other does not: what a paired test counts."""
+    both = list(zip(wins_of(ours), wins_of(trl), strict=True))
+    return {"ours": sum(a > b for a, b in both), "trl": sum(b > a for a, b in both)}
 
 
 def base_for_trl(base: Path, folder: Path) -> Path:
@@ -265,6 +274,7 @@ def measure(data: Path, base: Path, scratch: Path, ceiling: CeilingProcess, argu
         "wall_seconds": {side: [round(run.wall_seconds, 1) for run in done] for side, done in runs.items()},
         "losses": {side: [run.losses for run in done] for side, done in runs.items()},
         "held_out_accuracy": {side: [accuracy(run.rewards) for run in done] for side, done in runs.items()},
+        "held_out_only": [compare_pairs(a.rewards, b.rewards) for a, b in zip(ours, trl, strict=True)],
     }
 
 
