@@ -1,7 +1,7 @@
 """Forward and backward pass of Llama-like decoders with LoRA in bf16 on the CPU: the fused pass, with its gradient.
 
-The base is frozen, so only LoRA's weights and the activations have gradients. A projection with its adapter is two
-products and two small ones into the same memory; autograd is left to connect a handful of functions a layer.
+The base is frozen, so only LoRA's weights and the activations have gradients. A projection and its adapter are one
+kernel; autograd is left to connect a handful of functions a layer.
 
 Invariant: the gradient is that of what ``rm_core.fused`` computes plus LoRA, in bf16 with fp32 sums and fp32 residuals.
 
@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from rm_core import kernels
 from rm_core.attention import AttentionCall, TreePlan
-from rm_core.fused import FusedDecoder
+from rm_core.fused import FusedDecoder, rows_of_a_chunk
 from rm_core.llama_layers import Layer, NotFusedError, Projection
 from rm_core.tree_kernel import TreeAttention
+
+_CHUNK_NUMBERS = 600_000
+"""Numbers of a chunk of rows: they stay in the second-level cache."""
 
 
 class FusedTrainer:
@@ -28,6 +32,7 @@ class FusedTrainer:
         if not adapted or not all("lora_" in name for name in adapted):
             raise NotFusedError("more is trained of it than LoRA adapters")
         self._decoder = FusedDecoder(backbone, calls)
+        self._products = Products(self._decoder.kernels)
         if any(layer.query_norm is not None for layer in self._decoder.layers):
             raise NotFusedError("it normalises its heads")
 
@@ -49,51 +54,93 @@ class FusedTrainer:
         delta = None
         for index, layer in enumerate(self._decoder.layers):
             residual, hidden = _AddNorm.apply(residual, delta, layer.norm, layer.eps, library)
-            qkv = _project(hidden, layer.qkv)
+            qkv = self._project(hidden, layer.qkv)
             attended = _Attention.apply(qkv, attention, layer, index)
             if index == len(self._decoder.layers) - 1:
                 attended, residual = attended[rows], residual[rows]
-            delta = _project(attended, layer.out)
+            delta = self._project(attended, layer.out)
             residual, hidden = _AddNorm.apply(residual, delta, layer.mlp_norm, layer.eps, library)
-            gate_up = _project(hidden, layer.gate_up)
-            delta = _project(gate_up, layer.down, library)
+            gate_up = self._project(hidden, layer.gate_up)
+            delta = self._project(gate_up, layer.down, is_gate_up=True)
         assert delta is not None, "this is a bug: a model without layers"
         return self._decoder.end(residual + delta)
 
-
-def _project(x: torch.Tensor, projection: Projection, library: ctypes.CDLL | None = None) -> torch.Tensor:
-    """bf16 [N, in] to [N, out], adapter included; with a ``library``, bf16 [N, 2 in] is activated first."""
-    adapter = projection.adapter() or (None, None)
-    out: torch.Tensor = _Product.apply(x, projection, *adapter, library)
-    return out
+    def _project(self, x: torch.Tensor, projection: Projection, *, is_gate_up: bool = False) -> torch.Tensor:
+        a, b = projection.adapter() or (None, None)
+        out: torch.Tensor = _Product.apply(x, projection, a, b, self._products, is_gate_up)
+        return out
 
 
-def _forward_product(
-    x: torch.Tensor, projection: Projection, a: torch.Tensor | None, b: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The product, and the adapter's inner one, bf16 [N, R]."""
-    weight, bias = projection.weight, projection.bias
-    out = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-    if a is None or b is None:
-        return out, None
-    inner = torch.mm(x, a.t())
-    return out.addmm_(inner, b.t()), inner
+class Products:
+    """Products of projections with their adapters, and the memory in which weights and rows are laid out for them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._packed = torch.empty(0, dtype=torch.bfloat16)
+        self._chunks = torch.empty(0, dtype=torch.bfloat16)
+
+    def forward(
+        self, x: torch.Tensor, projection: Projection, a: torch.Tensor | None, b: torch.Tensor | None, is_gate_up: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The projection of bf16 ``x`` [N, in], or of the activation of [gate, up] = ``x``, with its adapter, bf16
+        [N, out]; and what stands between the adapter's two products, bf16 [N, R]."""
+        adapter = None if a is None or b is None else (kernels.Product.of(a, None), kernels.Product.of(b, None))
+        base = kernels.Product.of(projection.weight, projection.bias)
+        return self._run(x, base, adapter, is_gate_up=is_gate_up, is_backward=False)
+
+    def backward(
+        self, grad: torch.Tensor, projection: Projection, a: torch.Tensor | None, b: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients of what was multiplied, bf16 [N, in], and of what stands between the adapter's products."""
+        transposed = kernels.Product.of_transposed
+        adapter = None if a is None or b is None else (transposed(b), transposed(a))
+        return self._run(grad, transposed(projection.weight), adapter, is_gate_up=False, is_backward=True)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        base: kernels.Product,
+        adapter: tuple[kernels.Product, kernels.Product] | None,
+        *,
+        is_gate_up: bool,
+        is_backward: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert x.is_contiguous(), "this is a bug: rows with gaps"
+        num_rows, threads = len(x), torch.get_num_threads()
+        out = x.new_empty((num_rows, base.outputs))
+        inner = None if adapter is None else x.new_empty((num_rows, adapter[0].outputs))
+        first, second = (None, None) if adapter is None else map(ctypes.byref, adapter)
+        width = base.inputs + (0 if inner is None else inner.shape[1])
+        chunk = rows_of_a_chunk(num_rows, threads, max(32, _CHUNK_NUMBERS // width // 32 * 32))
+        weights = (base, *(adapter or ()))
+        self._packed = _at_least(self._packed, sum(product.outputs * product.inputs for product in weights))
+        self._chunks = _at_least(self._chunks, threads * chunk * width)
+        self.library.adapted_rows(
+            num_rows, x.data_ptr(), is_gate_up, ctypes.byref(base), first, second, is_backward,
+            None if inner is None else inner.data_ptr(), out.data_ptr(), self._packed.data_ptr(),
+            self._chunks.data_ptr(), chunk, threads,
+        )  # fmt: skip
+        return out, inner
+
+    def adapter_gradient(self, inner: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The product of ``inner``, bf16 [N, R], transposed, and ``x``, bf16 [N, width]: fp32 [R, width]."""
+        ranks, width = inner.shape[1], x.shape[1]
+        gradient = x.new_empty((ranks, width), dtype=torch.float32)
+        self._chunks = _at_least(self._chunks, (len(x) + 31) // 32 * 32 * ranks)
+        self.library.adapter_gradient(
+            len(x), inner.data_ptr(), ranks, x.data_ptr(), width, gradient.data_ptr(), self._chunks.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return gradient
 
 
-def _backward_product(
-    grad: torch.Tensor, projection: Projection, a: torch.Tensor | None, b: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradient of the product's input, and of the adapter's inner one."""
-    grad_x = torch.mm(grad, projection.weight)
-    if a is None or b is None:
-        return grad_x, None
-    grad_inner = torch.mm(grad, b)
-    return grad_x.addmm_(grad_inner, a), grad_inner
+def _at_least(room: torch.Tensor, size: int) -> torch.Tensor:
+    return room if room.numel() >= size else room.new_empty(size)
 
 
 class _Product(torch.autograd.Function):
-    """A projection with its adapter, of ``x``; with a ``library``, of the activation of ``x`` = [gate, up], which the
-    backward pass computes again instead of keeping it."""
+    """A projection with its adapter, of ``x``, or with ``is_gate_up`` of the activation of ``x`` = [gate, up], which
+    the backward pass computes again instead of keeping it."""
 
     @staticmethod
     def forward(
@@ -102,31 +149,26 @@ class _Product(torch.autograd.Function):
         projection: Projection,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
-        library: ctypes.CDLL | None,
+        products: Products,
+        is_gate_up: bool,
     ) -> torch.Tensor:
         a, b = _in_bf16(a), _in_bf16(b)
-        out, inner = _forward_product(x if library is None else _activate(x, library), projection, a, b)
+        out, inner = products.forward(x, projection, a, b, is_gate_up)
         ctx.save_for_backward(x, a, b, inner)
-        ctx.projection, ctx.library = projection, library
+        ctx.projection, ctx.products, ctx.is_gate_up = projection, products, is_gate_up
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, a, b, inner = ctx.saved_tensors
         grad = grads[0].contiguous()
-        grad_x, grad_inner = _backward_product(grad, ctx.projection, a, b)
-        if ctx.library is not None:
-            x, grad_x = _activate_backward(x, grad_x, ctx.library)
+        grad_x, grad_inner = ctx.products.backward(grad, ctx.projection, a, b)
+        if ctx.is_gate_up:
+            x, grad_x = _activate_backward(x, grad_x, ctx.products.library)
         if grad_inner is None:
-            return grad_x, None, None, None, None
-        return grad_x, None, torch.mm(grad_inner.t(), x).float(), torch.mm(grad.t(), inner).float(), None
-
-
-def _activate(gate_up: torch.Tensor, library: ctypes.CDLL) -> torch.Tensor:
-    """SiLU(gate) · up, bf16 [N, I], of bf16 [N, 2I]."""
-    activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-    library.silu_mul(gate_up.data_ptr(), activated.data_ptr(), *activated.shape, torch.get_num_threads())
-    return activated
+            return grad_x, None, None, None, None, None
+        grad_a, grad_b = ctx.products.adapter_gradient(grad_inner, x), ctx.products.adapter_gradient(inner, grad)
+        return grad_x, None, grad_a, grad_b.t(), None, None
 
 
 def _activate_backward(

@@ -1,20 +1,11 @@
-/* The CPU's element-wise work and tree attention in bf16, for x86-64 with AVX512-BF16 and AMX. See kernels.py.
- *
- * Plain C on raw pointers: no torch headers, so it compiles in a second or two and does not depend on torch's ABI.
- * It is linked without an OpenMP library: torch has loaded its own, and one pool of threads must do all the work.
- *
- * Matrices are row-major. bf16 values are uint16_t. N packed tokens, Q query heads, K key/value heads, D head size.
- */
-#include <immintrin.h>
+/* The CPU's element-wise work and tree attention in bf16. See kernels.h and kernels.py. */
+#include "kernels.h"
+
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef uint16_t bf16;
-
-enum { ROWS = 32, KEYS = 128, MAX_D = 256 };
+enum { KEYS = 128, MAX_D = 256 };
 /* A hidden key's score. Finite, so that a block that hides everything from a row gives no NaN; a power of two, so that
  * it minus itself is zero whatever both were multiplied with. */
 static const float MASKED = -0x1p100f;
@@ -25,25 +16,6 @@ int allow_amx(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCO
 /* How many threads the calling thread's parallel loops and torch's get, from now on; of no other thread. */
 void omp_set_num_threads(int threads);
 void use_threads(int threads) { omp_set_num_threads(threads); }
-
-/* ------------------------------------------------------------------ vectors of 16 */
-
-static inline __m512 load_bf16(const bf16 *p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-
-static inline void store_bf16(bf16 *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-/* 2^x: 2^floor(x) times a polynomial of the rest, fitted to a relative error of 3e-6, far below bf16's. NaN stays NaN. */
-static inline __m512 exp2_16(__m512 x) {
-  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x - floor(x) */
-  __m512 p = _mm512_set1_ps(0.013426688f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.052242465f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24128021f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69304484f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, x);
-}
 
 /* ------------------------------------------------------------------ element-wise */
 
@@ -65,20 +37,6 @@ void add_rms_norm(const float *x, const bf16 *delta, const float *weight, float 
     for (long h = 0; h < H; h += 16)
       store_bf16(out + row * H + h,
                  _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(s + h), scale), _mm512_loadu_ps(weight + h)));
-  }
-}
-
-/* out [N, I] = silu(gate) * up, where gate_up [N, 2 I] holds gate and up side by side. */
-void silu_mul(const bf16 *gate_up, bf16 *out, long N, long I, int threads) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (long row = 0; row < N; row++) {
-    const bf16 *gate = gate_up + row * 2 * I, *up = gate + I;
-    for (long i = 0; i < I; i += 16) {
-      const __m512 g = load_bf16(gate + i);
-      const __m512 e = exp2_16(_mm512_mul_ps(g, _mm512_set1_ps(-1.44269504088896341f)));
-      store_bf16(out + row * I + i, _mm512_mul_ps(_mm512_div_ps(g, _mm512_add_ps(one, e)), load_bf16(up + i)));
-    }
   }
 }
 
@@ -109,7 +67,8 @@ void rms_norm_backward(const float *sum, const float *weight, float eps, const f
   }
 }
 
-/* Backward of silu_mul: grad_gate_up [N, 2 I] from grad_out [N, I]; out [N, I] is computed again. */
+/* Backward of out [N, I] = silu(gate) * up, where gate_up [N, 2 I] holds both side by side: grad_gate_up [N, 2 I] from
+ * grad_out [N, I]; out is computed again. */
 void silu_mul_backward(const bf16 *gate_up, const bf16 *grad_out, bf16 *grad_gate_up, bf16 *out, long N, long I,
                        int threads) {
   const __m512 one = _mm512_set1_ps(1.0f);
@@ -157,33 +116,6 @@ static inline void norm_and_rotate(const bf16 *in, bf16 *out, const float *cosin
   }
 }
 
-typedef struct {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t bytes_per_row[16];
-  uint8_t rows[16];
-} __attribute__((aligned(64))) TileConfig;
-
-/* All eight tiles are 16 rows of 64 bytes. What oneDNN had configured on this thread is kept and put back, since it
- * may count on finding it. */
-static void tiles_on(TileConfig *before) {
-  TileConfig config;
-  _tile_storeconfig(before);
-  memset(&config, 0, sizeof config);
-  config.palette = 1;
-  for (int t = 0; t < 8; t++) {
-    config.rows[t] = 16;
-    config.bytes_per_row[t] = 64;
-  }
-  _tile_loadconfig(&config);
-}
-
-static void tiles_off(const TileConfig *before) {
-  if (before->palette)
-    _tile_loadconfig(before);
-  else
-    _tile_release();
-}
-
 /* A run of keys that come one behind the other: a segment of the tree, or a prefix from an earlier forward. */
 typedef struct {
   const bf16 *keys, *values; /* of the run's first token; heads are D apart */
@@ -221,6 +153,7 @@ static void pack_pairs(const bf16 *rows, long stride, long count, int D, uint32_
 /* scores [ROWS, KEYS] = query [ROWS, D] times `groups` times 32 packed keys. */
 static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int groups, int D, float *scores) {
   const int steps = D / 32;
+  finish_writes();
   for (int group = 0; group < groups; group++) {
     const uint32_t *tiles = keys + (long)group * D * 16;
     _tile_zero(0);
@@ -228,10 +161,10 @@ static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int gr
     _tile_zero(2);
     _tile_zero(3);
     for (int k = 0; k < steps; k++) {
-      _tile_loadd(4, query + k * 32, D * 2);
-      _tile_loadd(5, query + 16 * D + k * 32, D * 2);
-      _tile_loadd(6, tiles + k * 256, 64);
-      _tile_loadd(7, tiles + (steps + k) * 256, 64);
+      _tile_stream_loadd(4, query + k * 32, D * 2);
+      _tile_stream_loadd(5, query + 16 * D + k * 32, D * 2);
+      _tile_stream_loadd(6, tiles + k * 256, 64);
+      _tile_stream_loadd(7, tiles + (steps + k) * 256, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);
@@ -246,6 +179,7 @@ static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int gr
 
 /* sums [ROWS, D] += weights [ROWS, KEYS] times `groups` times 32 packed values. */
 static inline void add_values(const bf16 *weights, const uint32_t *values, int groups, int D, float *sums) {
+  finish_writes();
   for (int d = 0; d < D; d += 32) {
     _tile_loadd(0, sums + d, D * 4);
     _tile_loadd(1, sums + d + 16, D * 4);
@@ -253,10 +187,10 @@ static inline void add_values(const bf16 *weights, const uint32_t *values, int g
     _tile_loadd(3, sums + 16 * D + d + 16, D * 4);
     for (int group = 0; group < groups; group++) {
       const uint32_t *tiles = values + (long)group * D * 16 + (d / 16) * 256;
-      _tile_loadd(4, weights + group * 32, KEYS * 2);
-      _tile_loadd(5, weights + 16 * KEYS + group * 32, KEYS * 2);
-      _tile_loadd(6, tiles, 64);
-      _tile_loadd(7, tiles + 256, 64);
+      _tile_stream_loadd(4, weights + group * 32, KEYS * 2);
+      _tile_stream_loadd(5, weights + 16 * KEYS + group * 32, KEYS * 2);
+      _tile_stream_loadd(6, tiles, 64);
+      _tile_stream_loadd(7, tiles + 256, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);

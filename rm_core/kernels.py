@@ -1,4 +1,4 @@
-"""The compiled part of the CPU's forward pass: finds a C compiler, builds ``kernels.c`` once into the cache, loads it.
+"""The compiled part of the CPU's forward pass: finds a C compiler, builds it once into the cache, loads it.
 
 The library is code that will run: one that another user could have written is refused.
 
@@ -21,7 +21,7 @@ import torch
 
 from rm_core.smollm2 import cache_directory
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_HEADER, *_SOURCES = (Path(__file__).with_name(name) for name in ("kernels.h", "kernels.c", "products.c"))
 _FLAGS = [
     *("-O3", "-fno-math-errno", "-fopenmp", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"),
@@ -32,9 +32,13 @@ _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _ARGUMENTS = {
     "use_threads": [_int],
     "add_rms_norm": [*[_pointer] * 3, _float, _pointer, _pointer, _long, _long, _int],
-    "silu_mul": [_pointer, _pointer, _long, _long, _int],
     "rms_norm_backward": [_pointer, _pointer, _float, *[_pointer] * 4, _long, _long, _int],
     "silu_mul_backward": [*[_pointer] * 4, _long, _long, _int],
+    "decoder_rows": [
+        _long, _long, *[_pointer] * 6, _float, _pointer, _float, *[_pointer] * 4, _long, _int,
+    ],
+    "adapted_rows": [_long, _pointer, _int, *[_pointer] * 3, _int, *[_pointer] * 4, _long, _int],
+    "adapter_gradient": [_long, _pointer, _long, _pointer, _long, _pointer, _pointer, _int],
     "tree_attention": [
         *[_pointer] * 7, _float, _long, _int, _int, _int, _float, _long,
         _long, *[_pointer] * 5, _long, *[_pointer] * 3, _long, *[_pointer] * 4, _long, *[_pointer] * 3, _int,
@@ -43,6 +47,24 @@ _ARGUMENTS = {
         *[_pointer] * 7, _int, _int, _int, _float, *[_pointer] * 5, _long, *[_pointer] * 5, _int,
     ],
 }  # fmt: skip
+
+
+class Product(ctypes.Structure):
+    """``Product`` in ``products.c``: weight [outputs, inputs], bias [outputs] or null; bf16."""
+
+    _fields_ = (("weight", _pointer), ("bias", _pointer), ("outputs", _long), ("inputs", _long))
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "Product":
+        """Refers to these tensors, which must outlive it."""
+        assert weight.is_contiguous(), "this is a bug: rows with gaps"
+        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+
+    @classmethod
+    def of_transposed(cls, weight: torch.Tensor) -> "Product":
+        """For a function that takes weights as [inputs, outputs]."""
+        assert weight.is_contiguous(), "this is a bug: rows with gaps"
+        return cls(weight.data_ptr(), None, weight.shape[1], weight.shape[0])
 
 
 class NoKernelsError(RuntimeError):
@@ -74,7 +96,8 @@ def _built() -> Path:
     ]
     if not shutil.which(compiler[0]):
         raise NoKernelsError("there is no C compiler (install gcc, or name one in CC)")
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, *compiler]).encode()).hexdigest()[:16]
+    sources = [path.read_text() for path in (_HEADER, *_SOURCES)]
+    key = hashlib.sha256("\0".join([*sources, *_FLAGS, *compiler]).encode()).hexdigest()[:16]
     target = cache_directory() / f"kernels-{key}.so"
     if target.is_file():
         status = target.stat()
@@ -83,11 +106,12 @@ def _built() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        object_file, library = Path(folder) / "kernels.o", Path(folder) / target.name
+        library = Path(folder) / target.name
+        objects = {source: Path(folder) / f"{source.stem}.o" for source in _SOURCES}
         # two steps: linking with -fopenmp would bring a second OpenMP, whose threads would fight torch's for the cores
         for command in (
-            [*compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file)],
-            [*compiler, "-shared", str(object_file), "-o", str(library), "-lm"],
+            *([*compiler, *_FLAGS, "-c", str(source), "-o", str(file)] for source, file in objects.items()),
+            [*compiler, "-shared", *map(str, objects.values()), "-o", str(library), "-lm"],
         ):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)

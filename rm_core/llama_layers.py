@@ -49,16 +49,22 @@ class Projection:
     """Output features of each layer, and its adapter."""
 
     def adapter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """All adapters as one: fp32 [R, in] and, scaled, block-diagonal [out, R]. Differentiable."""
+        """All adapters as one: fp32 [R, in] and, scaled, block-diagonal [out, R]. Differentiable.
+
+        Ranks of zeros make R a multiple of 32.
+        """
         adapters = [lora for _, lora in self.parts if lora is not None]
         if not adapters:
             return None
+        missing = -sum(len(lora.a.weight) for lora in adapters) % 32
+        inputs = self.weight.shape[1]
         blocks = [
             self.weight.new_zeros((out, 0), dtype=torch.float32) if lora is None else lora.b.weight * lora.scaling
             for out, lora in self.parts
         ]
-        block_diagonal: torch.Tensor = torch.block_diag(*blocks)
-        return torch.cat([lora.a.weight for lora in adapters]), block_diagonal
+        first = torch.cat([*(lora.a.weight for lora in adapters), adapters[0].a.weight.new_zeros((missing, inputs))])
+        second: torch.Tensor = torch.block_diag(*blocks, blocks[0].new_zeros((0, missing)))
+        return first, second
 
 
 @dataclass
@@ -112,9 +118,10 @@ def _why_not(backbone: Any, calls: Sequence[AttentionCall]) -> str | None:
         norms = [layer.input_layernorm, layer.post_attention_layernorm, backbone.norm]
         if not all(hasattr(norm, "variance_epsilon") for norm in norms):
             return "its norms are not RMS norms"
-        if attention.head_dim % 32 or attention.head_dim > 256 or _base(mlp.up_proj).out_features % 16:
-            return "its sizes are not multiples of the vector length"
-    if config.hidden_size % 16 or backbone.rotary_emb.inv_freq.numel() * 2 != layers[0].self_attn.head_dim:
+        sizes = (attention.head_dim, _base(mlp.up_proj).out_features, config.hidden_size)
+        if any(size % 32 for size in sizes) or attention.head_dim > 256:
+            return "its sizes are not multiples of 32, or its heads are larger than 256"
+    if backbone.rotary_emb.inv_freq.numel() * 2 != layers[0].self_attn.head_dim:
         return "its rotary embedding does not cover whole heads"
     if any(call.softcap is not None for call in calls):
         return "its attention has a soft cap"

@@ -35,7 +35,7 @@ WINDOWED = ["mistral", "gemma2", "gemma3_text"]
 
 # What the fused forward takes: whole vectors of heads, with 1, 2, 3 and 4 query heads for each key head, biases, norms
 # of heads, windows shorter and longer than a kernel's block. And what looks like it from outside and is not.
-WIDE = {"hidden_size": 96, "intermediate_size": 176, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+WIDE = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", WIDE),
     "llama with biases": ("llama", {**WIDE, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
