@@ -156,24 +156,15 @@ static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int gr
   finish_writes();
   for (int group = 0; group < groups; group++) {
     const uint32_t *tiles = keys + (long)group * D * 16;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int k = 0; k < steps; k++) {
       _tile_stream_loadd(4, query + k * 32, D * 2);
       _tile_stream_loadd(5, query + 16 * D + k * 32, D * 2);
       _tile_stream_loadd(6, tiles + k * 256, 64);
       _tile_stream_loadd(7, tiles + (steps + k) * 256, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      add_product();
     }
-    _tile_stored(0, scores + group * 32, KEYS * 4);
-    _tile_stored(1, scores + group * 32 + 16, KEYS * 4);
-    _tile_stored(2, scores + 16 * KEYS + group * 32, KEYS * 4);
-    _tile_stored(3, scores + 16 * KEYS + group * 32 + 16, KEYS * 4);
+    store_sums(scores + group * 32, KEYS);
   }
 }
 
@@ -181,25 +172,16 @@ static inline void multiply_keys(const bf16 *query, const uint32_t *keys, int gr
 static inline void add_values(const bf16 *weights, const uint32_t *values, int groups, int D, float *sums) {
   finish_writes();
   for (int d = 0; d < D; d += 32) {
-    _tile_loadd(0, sums + d, D * 4);
-    _tile_loadd(1, sums + d + 16, D * 4);
-    _tile_loadd(2, sums + 16 * D + d, D * 4);
-    _tile_loadd(3, sums + 16 * D + d + 16, D * 4);
+    load_sums(sums + d, D);
     for (int group = 0; group < groups; group++) {
       const uint32_t *tiles = values + (long)group * D * 16 + (d / 16) * 256;
       _tile_stream_loadd(4, weights + group * 32, KEYS * 2);
       _tile_stream_loadd(5, weights + 16 * KEYS + group * 32, KEYS * 2);
       _tile_stream_loadd(6, tiles, 64);
       _tile_stream_loadd(7, tiles + 256, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      add_product();
     }
-    _tile_stored(0, sums + d, D * 4);
-    _tile_stored(1, sums + d + 16, D * 4);
-    _tile_stored(2, sums + 16 * D + d, D * 4);
-    _tile_stored(3, sums + 16 * D + d + 16, D * 4);
+    store_sums(sums + d, D);
   }
 }
 

@@ -64,6 +64,37 @@ static void tiles_on(TileConfig *before) {
   _tile_loadconfig(&config);
 }
 
+/* Tiles 0 to 3 hold sums [32, 32] (fp32), 16 by 16 each; in memory their rows are `stride` apart. */
+static inline void zero_sums(void) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+static inline void load_sums(const float *sums, long stride) {
+  finish_writes();
+  _tile_loadd(0, sums, stride * 4);
+  _tile_loadd(1, sums + 16, stride * 4);
+  _tile_loadd(2, sums + 16 * stride, stride * 4);
+  _tile_loadd(3, sums + 16 * stride + 16, stride * 4);
+}
+
+static inline void store_sums(float *sums, long stride) {
+  _tile_stored(0, sums, stride * 4);
+  _tile_stored(1, sums + 16, stride * 4);
+  _tile_stored(2, sums + 16 * stride, stride * 4);
+  _tile_stored(3, sums + 16 * stride + 16, stride * 4);
+}
+
+/* sums += tiles 4 and 5, 16 rows each, times tiles 6 and 7, 16 columns each. */
+static inline void add_product(void) {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
 static void tiles_off(const TileConfig *before) {
   finish_writes();
   if (before->palette)

@@ -1,8 +1,8 @@
 /* Products in bf16 and what stands between them: all of a decoder layer but its attention, and layers with adapters.
  * See kernels.h.
  *
- * Weights are first laid out as AMX wants the right side of a product, once a forward pass; then each thread takes rows,
- * as many as stay in its second-level cache with what is computed from them.
+ * Each call lays its weights out as AMX wants the right side of a product; then each thread takes rows, as many as stay
+ * in its second-level cache with what is computed from them.
  *
  * Each row's numbers depend on that row alone: not on how many there are, where it stands, or on the threads.
  */
@@ -165,17 +165,10 @@ static void norm_rows(const float *residual, long count, long H, const float *we
 static inline void multiply(const bf16 *rows, const uint32_t *weights, long steps, int is_sum, float *sums,
                             const char *next, long lines) {
   finish_writes();
-  if (is_sum) {
-    _tile_loadd(0, sums, 128);
-    _tile_loadd(1, sums + 16, 128);
-    _tile_loadd(2, sums + 16 * 32, 128);
-    _tile_loadd(3, sums + 16 * 32 + 16, 128);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  if (is_sum)
+    load_sums(sums, 32);
+  else
+    zero_sums();
   for (long k = 0; k < steps; k++) {
     _tile_stream_loadd(4, rows + k * 1024, 64);
     _tile_loadd(6, weights + k * 512, 64);
@@ -187,10 +180,7 @@ static inline void multiply(const bf16 *rows, const uint32_t *weights, long step
     _tile_dpbf16ps(3, 5, 7);
     for (long line = 0; line < lines; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
   }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 16 * 32, 128);
-  _tile_stored(3, sums + 16 * 32 + 16, 128);
+  store_sums(sums, 32);
 }
 
 static inline void begin_with_bias(const bf16 *first, const bf16 *second, float *sums) {
@@ -428,10 +418,7 @@ void adapter_gradient(long N, const bf16 *inner, long ranks, const bf16 *x, long
 #pragma omp for schedule(static)
     for (long column = 0; column < width; column += 32)
       for (long rank = 0; rank < ranks; rank += 32) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        zero_sums();
         for (long step = 0; step < steps; step++) {
           for (long pair = 0; pair < 16; pair++) {
             const long row = step * 32 + 2 * pair;
@@ -446,16 +433,9 @@ void adapter_gradient(long N, const bf16 *inner, long ranks, const bf16 *x, long
           _tile_loadd(5, left + 512, 64);
           _tile_loadd(6, pairs, 64);
           _tile_loadd(7, pairs + 256, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
+          add_product();
         }
-        float *to = gradient + rank * width + column;
-        _tile_stored(0, to, width * 4);
-        _tile_stored(1, to + 16, width * 4);
-        _tile_stored(2, to + 16 * width, width * 4);
-        _tile_stored(3, to + 16 * width + 16, width * 4);
+        store_sums(gradient + rank * width + column, width);
       }
     tiles_off(&before);
   }

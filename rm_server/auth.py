@@ -213,7 +213,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) == 2 else ""
     key = "rm-" + secrets.token_urlsafe(32)
     line = f"{hash_key(key)} {name}"
-    if _LINE.fullmatch(line) is None:
+    if _LINE.fullmatch(line) is None or name.startswith("-"):  # --help is a question
         print("usage: python -m rm_server.auth NAME >> KEYS.txt (a name of A-Z a-z 0-9 . _ @ -)", file=sys.stderr)
         sys.exit(2)
     print(line)

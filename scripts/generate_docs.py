@@ -61,7 +61,7 @@ def commands() -> str:
 def _train_help() -> list[tuple[str, str]]:
     group = typer.main.get_command(train_cli.app)
     found = []
-    for name, command in [("", group), *group.commands.items()]:  # type: ignore[attr-defined]
+    for name, command in [("", group), *group.commands.items()]:  # type: ignore[attr-defined]  # several commands: a group
         command.rich_markup_mode = None  # plain text: rich's boxes follow the terminal
         title = f"rm-train {name}".strip()
         context = command.context_class(command, info_name=title, terminal_width=WIDTH, max_content_width=WIDTH)

@@ -247,8 +247,10 @@ def test_command_makes_a_key_and_its_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(made.stdout)
     assert knows(KeyFile(path), key)
-    refused = subprocess.run([*command, "a b"], capture_output=True, text=True)
-    assert (refused.returncode, refused.stdout) == (2, "")
+    for no_name in ("a b", "--help"):
+        refused = subprocess.run([*command, no_name], capture_output=True, text=True)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith("usage: ")
 
 
 async def test_no_key_is_logged_or_answered(
